@@ -1,0 +1,63 @@
+# Everything a maintainer does. On a fresh machine with Python 3.11 or later and make, `make demo` and `make test`
+# set up .venv by themselves; they install again only when pyproject.toml or constraints.txt changed.
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+JOBS   ?= auto
+ARGS   ?=
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench docs clean
+.DELETE_ON_ERROR:
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "fpipe needs Python 3.11 or later; name one: make PYTHON=/path/to/python"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) cannot make a virtual environment (on Debian: python3-venv)"; exit 1; }
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing fpipe into $(VENV) ..."
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing fpipe and its tools into $(VENV) ..."
+	@$(PIP) -e '.[dev]'
+	@touch $(VENV)/.installed $@
+
+$(VENV)/.installed-docs: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing the tools of the docs into $(VENV) ..."
+	@$(PIP) -e '.[docs,pictures]'
+	@touch $@
+
+demo: $(VENV)/.installed ## see it work
+	@$(BIN)/fpipe draw ZBV --ranks 4 --microbatches 8
+	@$(BIN)/fpipe compare --ranks 4 --microbatches 8
+
+test: $(VENV)/.installed-dev ## the whole suite; ARGS="-k name" for a part, JOBS=1 for one process
+	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+lint: $(VENV)/.installed-dev ## ruff and pyright
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/pyright
+
+format: $(VENV)/.installed-dev ## let ruff put the code in order
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.installed-dev ## fpipe beside torch.distributed.pipelining
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+docs: $(VENV)/.installed-docs ## build the docs into site/
+	@$(BIN)/python -m mkdocs build --strict
+
+clean: ## remove what was built or cached, keep .venv
+	@rm -rf build dist site .pytest_cache .ruff_cache .hypothesis *.egg-info
+	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

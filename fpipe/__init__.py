@@ -1,0 +1,72 @@
+"""fpipe: pipeline parallelism as a function, and its gradient as a transform of it.
+
+This is the public face: a table of names, and nothing else. A name loads its module when it is first used, so that
+``import fpipe`` takes milliseconds and schedules can be made, checked and drawn where torch is not even installed.
+
+>>> import fpipe
+>>> fpipe.Schedule.parse("[0F0, 0B0]").ranks
+1
+"""
+
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+#: module -> the public names that it brings, parted by blanks. The block below tells type checkers the same.
+_TABLE = {
+    "actions": "Action Fused Placement",
+    "errors": "ActionError BatchError DeadlockError FpipeError GroupError LaunchError MismatchError PeerError"
+    " ScheduleError StageError StalledError TraceError UnsupportedError WeaveError",
+    "generators": "make_schedule register_schedule schedule_names",
+    "schedule": "Schedule",
+    "simulate": "Costs",
+    "timeline": "Timeline",
+}
+#: modules and packages that are public by their own name, as in ``fpipe.errors``
+_MODULES = "errors"
+
+_FACE = {name: module for module, names in _TABLE.items() for name in names.split()}
+
+if TYPE_CHECKING:
+    from . import errors as errors
+    from .actions import Action as Action
+    from .actions import Fused as Fused
+    from .actions import Placement as Placement
+    from .errors import ActionError as ActionError
+    from .errors import BatchError as BatchError
+    from .errors import DeadlockError as DeadlockError
+    from .errors import FpipeError as FpipeError
+    from .errors import GroupError as GroupError
+    from .errors import LaunchError as LaunchError
+    from .errors import MismatchError as MismatchError
+    from .errors import PeerError as PeerError
+    from .errors import ScheduleError as ScheduleError
+    from .errors import StageError as StageError
+    from .errors import StalledError as StalledError
+    from .errors import TraceError as TraceError
+    from .errors import UnsupportedError as UnsupportedError
+    from .errors import WeaveError as WeaveError
+    from .generators import make_schedule as make_schedule
+    from .generators import register_schedule as register_schedule
+    from .generators import schedule_names as schedule_names
+    from .schedule import Schedule as Schedule
+    from .simulate import Costs as Costs
+    from .timeline import Timeline as Timeline
+else:
+    __all__ = sorted({*_FACE, *_MODULES.split()})
+
+
+def __getattr__(name: str) -> object:
+    if name in _FACE:
+        value = getattr(_import_module(f"{__name__}.{_FACE[name]}"), name)
+    elif name in _MODULES.split():
+        value = _import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module 'fpipe' has no attribute {name!r}; dir(fpipe) lists what it has")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_FACE, *_MODULES.split()})
