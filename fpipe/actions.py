@@ -1,0 +1,268 @@
+"""The words of a schedule: actions, the rule of what needs what, and where stages live.
+
+This is the only file that knows which action must come before which: the table ``RULE``. The checker, the
+simulator, the lowering, the pictures and the tests all read it, by :func:`needs` and :func:`gives` or, where
+millions of actions pass, by the offsets in the table itself. Standard library only; nothing here knows tensors.
+
+    F   forward of a stage on a microbatch
+    I   gradient of the stage's input        W   gradient of its parameters        B   both at once
+    (a;b;...)OVERLAP_F_B    a fused action: its parts run as one, in any order, so they must not need each other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple, TypeAlias
+
+from .errors import ScheduleError
+
+Op: TypeAlias = Literal["F", "B", "I", "W"]
+
+#: op -> (facts it makes, facts it needs). A fact is (kind, stage offset): F "the output is there", I "the input's
+#: gradient is there", W "the parameters' gradient is there". An offset that leaves the model asks for nothing.
+RULE: dict[str, tuple[tuple[str, ...], tuple[tuple[str, int], ...]]] = {
+    "F": (("F",), (("F", -1),)),
+    "I": (("I",), (("F", 0), ("I", +1))),
+    "W": (("W",), (("I", 0),)),
+    "B": (("I", "W"), (("F", 0), ("I", +1))),
+}
+
+
+class Action(NamedTuple):
+    """One piece of work: ``op`` of ``stage`` on ``microbatch``.
+
+    >>> Action(3, "F", 0)
+    3F0
+    >>> Action(3, "F", 0).op
+    'F'
+    """
+
+    stage: int
+    op: Op
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op}{self.microbatch}"
+
+    __repr__ = __str__
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        """The action itself, so that plain and fused actions read alike."""
+        return (self,)
+
+
+class Fused(NamedTuple):
+    """Two or more actions run as one; what one part needs is never made by another.
+
+    >>> Fused((Action(0, "F", 1), Action(3, "B", 0)))
+    (0F1;3B0)OVERLAP_F_B
+    """
+
+    parts: tuple[Action, ...]
+
+    def __str__(self) -> str:
+        return "(" + ";".join(map(str, self.parts)) + ")OVERLAP_F_B"
+
+    __repr__ = __str__
+
+
+AnyAction: TypeAlias = Action | Fused
+Row: TypeAlias = tuple[AnyAction, ...]
+
+
+class Fact(NamedTuple):
+    """Something an action makes and others need: output (F), input gradient (I) or weight gradient (W)."""
+
+    kind: Literal["F", "I", "W"]
+    stage: int
+    microbatch: int
+
+
+def gives(action: Action) -> tuple[Fact, ...]:
+    """The facts that ``action`` makes.
+
+    >>> gives(Action(2, "B", 5))
+    (Fact(kind='I', stage=2, microbatch=5), Fact(kind='W', stage=2, microbatch=5))
+    """
+    made, _ = RULE[action.op]
+    return tuple(Fact(kind, action.stage, action.microbatch) for kind in made)  # type: ignore[arg-type]
+
+
+def needs(action: Action, stages: int) -> tuple[Fact, ...]:
+    """The facts that must be there before ``action`` can run, in a model of ``stages`` stages.
+
+    >>> needs(Action(2, "I", 5), stages=4)
+    (Fact(kind='F', stage=2, microbatch=5), Fact(kind='I', stage=3, microbatch=5))
+    >>> needs(Action(0, "F", 5), stages=4)
+    ()
+    """
+    _, asked = RULE[action.op]
+    stage, mb = action.stage, action.microbatch
+    return tuple(Fact(k, stage + d, mb) for k, d in asked if 0 <= stage + d < stages)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which rank runs each stage, for each microbatch.
+
+    ``paths[k][s]`` is the rank that runs stage ``s`` for the microbatches of route ``k``; ``route[m]`` is the path
+    of microbatch ``m``. One path and an empty route say that no stage has a second home. A stage that stands on
+    different ranks in different paths has replicas (DualPipe, Chimera).
+
+    >>> Placement.v(2)
+    Placement(0: [0, 3], 1: [1, 2])
+    >>> Placement.of([[0, 1, 4], [2, 3]]).rank_of(4)
+    0
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+    ranks: int
+    route: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.paths or not self.paths[0]:
+            raise ScheduleError("a placement needs at least one stage; give each stage a rank", rule="placement")
+        if any(len(path) != len(self.paths[0]) for path in self.paths):
+            raise ScheduleError("every path of a placement must name a rank for each stage", rule="placement")
+        bad = [r for path in self.paths for r in path if not 0 <= r < self.ranks]
+        if bad:
+            raise ScheduleError(
+                f"a placement names rank {bad[0]}, but there are ranks 0 to {self.ranks - 1}; "
+                "say ranks= or mend the stage's rank",
+                rule="placement",
+            )
+        if len(self.paths) > 1 and not self.route:
+            raise ScheduleError("several paths need a route: one path index per microbatch", rule="placement")
+        if any(not 0 <= k < len(self.paths) for k in self.route):
+            raise ScheduleError("a route names a path that the placement does not have", rule="placement")
+
+    # ---- constructors -------------------------------------------------------------------------------------------
+    @classmethod
+    def loop(cls, ranks: int, per_rank: int = 1) -> Placement:
+        """Stage ``s`` on rank ``s % ranks``.
+
+        >>> Placement.loop(2, 2)
+        Placement(0: [0, 2], 1: [1, 3])
+        """
+        return cls((tuple(s % ranks for s in range(ranks * per_rank)),), ranks)
+
+    @classmethod
+    def v(cls, ranks: int, per_rank: int = 2) -> Placement:
+        """Down the ranks and up again, ``per_rank`` times in all: rank 0 holds the first and, for 2, the last stage.
+
+        >>> Placement.v(3)
+        Placement(0: [0, 5], 1: [1, 4], 2: [2, 3])
+        """
+        down = tuple(range(ranks))
+        return cls((sum((down if c % 2 == 0 else down[::-1] for c in range(per_rank)), ()),), ranks)
+
+    @classmethod
+    def of(cls, stages_by_rank: Sequence[Iterable[int]]) -> Placement:
+        """From the stages that each rank holds, each stage on exactly one.
+
+        >>> Placement.of([[0, 3], [1, 2]]) == Placement.v(2)
+        True
+        """
+        home: dict[int, int] = {}
+        for rank, held in enumerate(stages_by_rank):
+            for stage in held:
+                if stage in home:
+                    raise ScheduleError(
+                        f"stage {stage} is on rank {home[stage]} and on rank {rank}; give it one home, "
+                        "or build Placement(paths, ranks, route) for replicas",
+                        rule="placement",
+                    )
+                home[stage] = rank
+        missing = sorted(set(range(max(home, default=-1) + 1)) - set(home))
+        if missing:
+            raise ScheduleError(f"no rank holds stage {missing[0]}; give every stage a rank", rule="placement")
+        return cls((tuple(home[s] for s in sorted(home)),), len(stages_by_rank))
+
+    @classmethod
+    def bidirectional(cls, ranks: int, microbatches: int, up: Iterable[int]) -> Placement:
+        """Stage ``s`` on rank ``s`` and, for the microbatches in ``up``, on rank ``ranks - 1 - s``.
+
+        >>> Placement.bidirectional(2, 4, up=[2, 3]).rank_of(0, microbatch=3)
+        1
+        """
+        down, upwards = tuple(range(ranks)), set(up)
+        route = tuple(int(m in upwards) for m in range(microbatches))
+        return cls((down, down[::-1]), ranks, route)
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Row]) -> Placement:
+        """Read off from where actions stand. Where a stage's microbatch stands on two ranks, the first one counts
+        (and ``check`` will name the other)."""
+        home: dict[tuple[int, int], int] = {}
+        for rank, row in enumerate(rows):
+            for action in row:
+                for part in action.parts:
+                    home.setdefault((part.stage, part.microbatch), rank)
+        stages = max((s for s, _ in home), default=-1) + 1
+        count = max((m for _, m in home), default=-1) + 1
+        first: dict[int, int] = {}
+        for (stage, _), rank in sorted(home.items()):
+            first.setdefault(stage, rank)
+        missing = [s for s in range(stages) if s not in first]
+        if missing:
+            raise ScheduleError(f"no rank holds stage {missing[0]}, but stage {stages - 1} is there", rule="placement")
+        if len(set((s, r) for (s, _), r in home.items())) == stages:
+            return cls((tuple(first[s] for s in range(stages)),), max(len(rows), 1))
+        paths: dict[tuple[int, ...], int] = {}
+        route = []
+        for m in range(count):
+            path = tuple(home.get((s, m), first[s]) for s in range(stages))
+            route.append(paths.setdefault(path, len(paths)))
+        return cls(tuple(paths), max(len(rows), 1), tuple(route))
+
+    # ---- questions ----------------------------------------------------------------------------------------------
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.paths[0])
+
+    @property
+    def replicated(self) -> bool:
+        """Whether any stage has more than one home."""
+        return len(self.paths) > 1
+
+    def rank_of(self, stage: int, microbatch: int = 0) -> int:
+        """The rank that runs ``stage`` for ``microbatch``."""
+        return self.path(microbatch)[stage]
+
+    def path(self, microbatch: int) -> tuple[int, ...]:
+        """The rank of every stage, for one microbatch."""
+        return self.paths[self.route[microbatch % len(self.route)] if self.route else 0]
+
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        """All homes of ``stage``, in path order, each once."""
+        return tuple(dict.fromkeys(path[stage] for path in self.paths))
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that ``rank`` holds, ascending."""
+        return self._held[rank]
+
+    @cached_property
+    def _held(self) -> tuple[tuple[int, ...], ...]:
+        held: list[set[int]] = [set() for _ in range(self.ranks)]
+        for path in self.paths:
+            for stage, rank in enumerate(path):
+                held[rank].add(stage)
+        return tuple(tuple(sorted(stages)) for stages in held)
+
+    def __repr__(self) -> str:
+        inside = ", ".join(f"{rank}: {list(stages)}" for rank, stages in enumerate(self._held))
+        return f"Placement({inside})"
+
+
+def plain(row: Iterable[AnyAction]) -> Iterator[Action]:
+    """The actions of a row with fused ones taken apart, in order.
+
+    >>> list(plain([Fused((Action(0, "F", 1), Action(1, "B", 0))), Action(0, "B", 1)]))
+    [0F1, 1B0, 0B1]
+    """
+    for action in row:
+        yield from action.parts

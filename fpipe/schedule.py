@@ -1,0 +1,139 @@
+"""``Schedule``: who computes what, in which order. Frozen, printable, comparable, and free of torch.
+
+A schedule is only compute: sends, receives, frees and reductions are put in later, by lowering. This module holds
+the value and its short questions; the work is done below it, by ``text`` (parse, format), ``check`` (validity),
+``simulate`` (time and memory) and the pictures that a ``Timeline`` draws.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+
+from .actions import AnyAction, Fused, Placement, Row, plain
+from .check import check_rows
+from .errors import ScheduleError
+from .simulate import Costs, simulate_rows
+from .text import format_csv, format_rows, parse_csv, parse_rows
+from .timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One tuple of actions per rank, and where the stages live.
+
+    ``placement`` is read off the rows where it is not given, ``microbatches`` likewise. Two schedules are equal
+    when their rows, placement and count of microbatches are; ``name`` is for people.
+
+    >>> s = Schedule.parse("[0F0, 0F1, 0B0, 0B1]\\n[1F0, 1B0, 1F1, 1B1]")
+    >>> s.ranks, s.microbatches, s.stages
+    (2, 2, 2)
+    >>> str(s[0][0]), Schedule.parse(str(s)) == s
+    ('0F0', True)
+    """
+
+    rows: tuple[Row, ...]
+    placement: Placement = field(default=None)  # type: ignore[assignment]  # read off the rows
+    microbatches: int = -1
+    name: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        rows = tuple(tuple(row) for row in self.rows)
+        if not rows:
+            raise ScheduleError("a schedule needs at least one rank; give one row of actions per rank", rule="ranks")
+        object.__setattr__(self, "rows", rows)
+        if self.placement is None:
+            object.__setattr__(self, "placement", Placement.from_rows(rows))
+        if self.microbatches < 0:
+            count = max((a.microbatch for row in rows for a in plain(row)), default=-1) + 1
+            object.__setattr__(self, "microbatches", count)
+
+    # ---- questions ----------------------------------------------------------------------------------------------
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.rows)
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are in all."""
+        return self.placement.stages
+
+    def __getitem__(self, rank: int) -> Row:
+        return self.rows[rank]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    @cached_property
+    def digest(self) -> str:
+        """A short hash of everything that two ranks must agree on."""
+        head = f"{self.placement.paths}{self.placement.route}{self.microbatches}\n"
+        return hashlib.sha256((head + format_rows(self.rows)).encode()).hexdigest()[:16]
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    # ---- text ---------------------------------------------------------------------------------------------------
+    def __str__(self) -> str:
+        return format_rows(self.rows)
+
+    @classmethod
+    def parse(cls, text: str, *, name: str = "") -> Schedule:
+        """Read what ``str(schedule)`` writes: one line a rank."""
+        return cls(parse_rows(text), name=name)
+
+    def to_csv(self, path: str | PathLike[str]) -> None:
+        """Write the CSV that torch.distributed.pipelining reads."""
+        Path(path).write_text(format_csv(self.rows), encoding="utf-8", newline="")
+
+    @classmethod
+    def from_csv(cls, path: str | PathLike[str]) -> Schedule:
+        """Read a CSV of ours or of torch.distributed.pipelining; its communication actions are dropped."""
+        try:
+            text = Path(path).read_bytes().decode("utf-8")
+        except OSError as error:
+            raise ScheduleError(f"cannot read {path}: {error.strerror}; give the path of a CSV file") from error
+        except UnicodeDecodeError as error:
+            raise ScheduleError(f"{path} is not text (byte {error.start}); give a CSV of actions") from error
+        return cls(parse_csv(text), name=Path(path).stem)
+
+    # ---- parts --------------------------------------------------------------------------------------------------
+    def only(self, ops: Iterable[str]) -> Schedule:
+        """The same schedule with only the actions of these ops, order kept; fused ones shrink or fall apart.
+
+        >>> str(Schedule.parse("[0F0, 0B0]").only("F"))
+        '[0F0]'
+        """
+        wanted = frozenset(ops)
+        rows = tuple(tuple(_shrink(row, wanted)) for row in self.rows)
+        return Schedule(rows, self.placement, self.microbatches, self.name)
+
+    # ---- work ---------------------------------------------------------------------------------------------------
+    def check(self, *, training: bool = True) -> Schedule:
+        """Return self, or raise ScheduleError naming rank, position, rule and remedy.
+
+        ``training=False`` is for schedules of forwards alone.
+        """
+        check_rows(self.rows, self.placement, self.microbatches, training=training)
+        return self
+
+    def simulate(self, costs: Costs | None = None) -> Timeline:
+        """When each action would run, and what each rank would hold."""
+        return simulate_rows(self.rows, self.placement, self.microbatches, costs or Costs(), name=self.name)
+
+
+def _shrink(row: Sequence[AnyAction], wanted: frozenset[str]) -> Iterator[AnyAction]:
+    for action in row:
+        left = tuple(part for part in action.parts if part.op in wanted)
+        if len(left) == 1:
+            yield left[0]
+        elif left:
+            yield Fused(left)
