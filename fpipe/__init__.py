@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 #: module -> the public names that it brings, parted by blanks. The block below tells type checkers the same.
 _TABLE = {
     "actions": "Action Fused Placement",
+    "collectives.local": "local",
     "errors": "ActionError BatchError DeadlockError FpipeError GroupError LaunchError MismatchError PeerError"
     " ScheduleError StageError StalledError TraceError UnsupportedError WeaveError",
     "generators": "make_schedule register_schedule schedule_names",
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from .actions import Action as Action
     from .actions import Fused as Fused
     from .actions import Placement as Placement
+    from .collectives.local import local as local
     from .errors import ActionError as ActionError
     from .errors import BatchError as BatchError
     from .errors import DeadlockError as DeadlockError

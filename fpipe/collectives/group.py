@@ -1,0 +1,187 @@
+"""``Group``: the one thing that the runner knows about other ranks. A Protocol, and the words it uses.
+
+A message is a tuple of tensors, described on both sides by the same tuple of :class:`Spec`. Messages from one rank
+to another arrive in the order in which they were sent, by construction: the n-th ``recv`` of a channel gets the n-th
+``send``, so no tags are needed and none are trusted. This module knows no backend and no process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ..errors import MismatchError
+
+
+class Spec(NamedTuple):
+    """One tensor of a message: what both sides must know before it is sent.
+
+    >>> Spec.of(torch.zeros(2, 3).T)
+    Spec(shape=(3, 2), stride=(1, 3), dtype=torch.float32)
+    >>> Spec.of(torch.zeros(4, 4)[:, :2]).stride  # gaps do not travel: it arrives contiguous
+    (2, 1)
+    >>> Spec.of(torch.zeros(1, 3).expand(5, 3)).stride  # nor do copies: only the row travels
+    (0, 1)
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Spec:
+        """The Spec under which a tensor (fake ones included) arrives elsewhere."""
+        shape = tuple(tensor.shape)
+        return cls(shape, arriving(shape, tuple(tensor.stride())), tensor.dtype)
+
+    @property
+    def stored(self) -> int:
+        """How many elements it takes in memory and on the wire: expanded axes count once."""
+        count = 1
+        for size, step in zip(self.shape, self.stride, strict=True):
+            count *= size if step or not size else 1
+        return count
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes travel for it."""
+        return self.stored * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype}{list(self.shape)}"
+
+
+def arriving(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """The strides with which a tensor arrives: its own where its memory has no gaps, contiguous ones otherwise.
+
+    Axes of stride 0 stay so: only what is stored travels. Axes of one element, and tensors of none, say nothing
+    about memory and get the strides of a contiguous tensor.
+
+    >>> arriving((2, 3), (1, 2)), arriving((2, 3), (8, 2)), arriving((4, 3), (0, 1))
+    ((1, 2), (3, 1), (0, 1))
+    """
+    if 0 in shape:
+        return contiguous(shape)
+    copies = [step == 0 and size > 1 for size, step in zip(shape, stride, strict=True)]
+    stored = [1 if copy else size for size, copy in zip(shape, copies, strict=True)]
+    plain = contiguous(stored)
+    expected, dense = 1, True
+    for step, size in sorted((step, size) for step, size in zip(stride, stored, strict=True) if size > 1):
+        dense = dense and step == expected
+        expected *= size
+    natural = zip(stored, stride if dense else plain, plain, copies, strict=True)
+    return tuple(0 if copy else step if size > 1 else other for size, step, other, copy in natural)
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor.
+
+    >>> contiguous((2, 3, 4))
+    (12, 4, 1)
+    """
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+class Work(Protocol):
+    """Something under way: a send or a receive."""
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once. Polls, never blocks; a backend that cannot tell says False."""
+        ...
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Block until done; the received tensors, or ``()`` for a send."""
+        ...
+
+
+class Done(NamedTuple):
+    """A work that was over when it began.
+
+    >>> Done().done(), Done().wait()
+    (True, ())
+    """
+
+    tensors: tuple[Tensor, ...] = ()
+
+    def done(self) -> bool:
+        """True."""
+        return True
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """What it holds."""
+        return self.tensors
+
+
+@runtime_checkable
+class Group(Protocol):
+    """Ranks of a pipeline that send each other messages.
+
+    ``size`` counts the ranks; ``here`` are those that live in this process (all of a local group, one of a
+    distributed one); ``timeout`` is the longest time in seconds that a rank waits for another.
+    """
+
+    size: int
+    here: tuple[int, ...]
+    timeout: float
+
+    def device(self, rank: int) -> torch.device:
+        """Where a rank computes."""
+        ...
+
+    def send(self, tensors: tuple[Tensor, ...], src: int, dst: int, specs: tuple[Spec, ...] | None = None) -> Work:
+        """Send one message. The group keeps what it needs alive; the tensors must not be changed until done.
+
+        ``specs`` is what the receiver expects, where the sender knows it; a tensor that was planned with other strides
+        is then laid out anew, and one of another shape or dtype is refused before it is sent.
+        """
+        ...
+
+    def recv(self, specs: tuple[Spec, ...], src: int, dst: int) -> Work:
+        """Ask for the next message of the channel; may be called long before it is needed."""
+        ...
+
+    def flush(self) -> None:
+        """Block until every send of this process is done; raises what went wrong with them."""
+        ...
+
+    def share(self, tensors: tuple[Tensor, ...] | None, specs: tuple[Spec, ...], src: int) -> tuple[Tensor, ...]:
+        """Give every process the tensors of rank ``src``; the others pass None."""
+        ...
+
+    def gather_objects(self, obj: object) -> list[Any]:
+        """What every rank passed, by rank; the ranks of one process pass one object together."""
+        ...
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """``sum``, ``mean``, ``max`` or ``min`` over processes; the argument is left as it is."""
+        ...
+
+    def barrier(self) -> None:
+        """Return once every process has come here."""
+        ...
+
+    def journal(self, rank: int, text: str) -> None:
+        """Note what a rank is about to do, for the others' error messages. Cheap."""
+        ...
+
+
+def check_message(tensors: Sequence[Tensor], specs: Sequence[Spec], src: int, dst: int) -> None:
+    """Raise MismatchError where a message is not what its receiver expects."""
+    if len(tensors) != len(specs):
+        raise MismatchError(
+            f"rank {src} sent {len(tensors)} tensors and rank {dst} expected {len(specs)}; both must run one plan"
+        )
+    for index, (tensor, spec) in enumerate(zip(tensors, specs, strict=True)):
+        if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+            raise MismatchError(
+                f"tensor {index} of a message from rank {src} to rank {dst} is {Spec.of(tensor)}, "
+                f"expected {spec}; a stage's shapes must be those it was planned with"
+            )

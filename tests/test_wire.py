@@ -1,0 +1,167 @@
+"""Messages on a wire: what arrives is what was sent, values and strides, in as few buffers as can be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fpipe.collectives.group import Spec, arriving, contiguous
+from fpipe.collectives.local import local
+from fpipe.collectives.wire import ALIGN, ALONE, empty, layout, pack, unpack
+from fpipe.errors import DeadlockError, GroupError, MismatchError
+
+CPU = torch.device("cpu")
+DTYPES = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.bool, torch.int8,
+    torch.uint8, torch.int16, torch.uint16, torch.int64, torch.complex64, torch.complex128,
+)  # fmt: skip
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Any dtype, permuted, sliced, expanded, offset, empty, of no axes."""
+    shape = draw(st.lists(st.integers(0, 4), max_size=4))
+    dtype = draw(st.sampled_from(DTYPES))
+    count = int(torch.tensor(shape).prod()) if shape else 1
+    x = torch.arange(1, count * 8 + 9, dtype=torch.float32)
+    x = (x % 2 == 0) if dtype is torch.bool else (x % 100).to(dtype)
+    x = x[draw(st.integers(0, 3)) :][: count * 2]
+    x = x[:: draw(st.sampled_from([1, 2]))][:count].view(shape)
+    x = x.permute(draw(st.permutations(range(len(shape)))))
+    if draw(st.booleans()) and x.dim():
+        axis = draw(st.integers(0, x.dim() - 1))
+        x = x.narrow(axis, 0, min(1, x.shape[axis])).expand(*x.shape) if x.shape[axis] else x
+    return x
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
+@given(st.lists(tensors(), max_size=5))
+def test_what_is_packed_arrives(sent: list[torch.Tensor]):
+    specs = tuple(map(Spec.of, sent))
+    buffers = pack(sent, specs, 0, 1)
+    landing = empty(specs, CPU)
+    for buffer, place in zip(buffers, landing, strict=True):
+        assert buffer.is_contiguous()
+        place.copy_(buffer)  # the wire
+    for before, after, spec in zip(sent, unpack(landing, specs, CPU), specs, strict=True):
+        assert after.dtype == before.dtype and after.shape == before.shape
+        assert torch.equal(bits(after), bits(before))
+        assert after.stride() == spec.stride
+        assert after.numel() == 0 or after.data_ptr() % ALIGN == 0
+
+
+@given(tensors())
+def test_dense_tensors_keep_their_strides_and_no_bytes_are_wasted(x: torch.Tensor):
+    spec = Spec.of(x)
+    spread = [size for size, step in zip(x.shape, x.stride(), strict=True) if step and size > 1]
+    stored = int(torch.tensor(spread).prod()) if spread else 1
+    assert spec.stored == (0 if 0 in x.shape else stored)
+    if torch.empty_like(x).stride() == x.stride() and 0 not in x.shape:  # dense
+        assert torch.equal(bits(x.as_strided(spec.shape, spec.stride, x.storage_offset())), bits(x))
+    if x.is_contiguous():
+        assert spec.stride == contiguous(x.shape)
+
+
+def test_strides_that_arrive():
+    assert arriving((2, 3, 4), (1, 2, 6)) == (1, 2, 6)  # dense, any order
+    assert arriving((2, 3), (4, 1)) == (3, 1)  # gaps: contiguous
+    assert arriving((2, 3), (1, 1)) == (3, 1)  # overlapping windows: contiguous
+    assert arriving((2, 3, 4), (8, 0, 2)) == (4, 0, 1)  # gaps between what is stored
+    assert arriving((1, 3), (99, 1)) == (3, 1)  # an axis of one says nothing
+    assert arriving((0, 3), (7, 7)) == (3, 1)
+    assert arriving((), ()) == ()
+
+
+def test_few_buffers():
+    small, large = Spec((8,), (1,), torch.float32), Spec((ALONE,), (1,), torch.int8)
+    none = Spec((0,), (1,), torch.float32)
+    assert len(layout((small,) * 7)) == 1
+    assert len(layout((small, large, small, large, none))) == 3
+    assert layout((none,)) == () and layout(()) == ()
+    assert layout((large,))[0].dtype == torch.int8
+
+
+def test_a_large_tensor_is_not_copied():
+    x = torch.zeros(ALONE)
+    (buffer,) = pack((x,), (Spec.of(x),), 0, 1)
+    assert buffer.data_ptr() == x.data_ptr()
+
+
+def test_planned_strides_win_over_real_ones():
+    """A tensor whose real strides are not those of the fake run would arrive scrambled."""
+    x = torch.arange(6.0).view(2, 3)
+    spec = Spec((2, 3), (1, 2), torch.float32)
+    (buffer,) = pack((x,), (spec,), 0, 1)
+    assert buffer.tolist() == [0, 3, 1, 4, 2, 5]
+    with pytest.raises(MismatchError, match=r"contiguous\(\)"):
+        pack((x,), (Spec((2, 3), (0, 1), torch.float32),), 0, 1)
+
+
+def test_lazy_conjugates_are_made_real():
+    x = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    assert pack((x,), (Spec.of(x),), 0, 1)[0].resolve_conj().tolist() == [1 - 2j, 3 + 4j]
+    y = x.expand(3, 2)
+    assert pack((y,), (Spec.of(y),), 0, 1)[0].tolist() == [1 - 2j, 3 + 4j]
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(2, 1), torch.zeros(2, dtype=torch.float64)])
+def test_what_does_not_fit_is_not_sent(wrong: torch.Tensor):
+    with pytest.raises(MismatchError, match=r"rank 3 to rank 1 is .*expected float32\[2\]"):
+        pack((wrong,), (Spec((2,), (1,), torch.float32),), 3, 1)
+
+
+# ---- the local group ------------------------------------------------------------------------------------------------
+def test_local_hands_over_by_reference_in_order():
+    group = local(3)
+    specs = (Spec((2,), (1,), torch.float32),)
+    first, second = group.recv(specs, 0, 2), group.recv(specs, 0, 2)
+    assert not first.done()
+    a, b = torch.ones(2), torch.zeros(2)
+    assert group.send((a,), 0, 2).done()
+    assert first.done() and not second.done()
+    group.send((b,), 0, 2)
+    assert second.wait()[0] is b and first.wait()[0] is a
+
+
+def test_local_wait_that_cannot_end():
+    with pytest.raises(DeadlockError, match="rank 1 waits for message 0 of rank 0"):
+        local(2).recv((), 0, 1).wait()
+
+
+def test_local_refuses_what_does_not_fit():
+    group = local(2)
+    group.send((torch.zeros(3),), 0, 1)
+    with pytest.raises(MismatchError, match=r"float32\[3\], expected float32\[2\]"):
+        group.recv((Spec((2,), (1,), torch.float32),), 0, 1).wait()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"ranks": 0}, "0 ranks"),
+        ({"ranks": -1}, "-1 ranks"),
+        ({"ranks": 2.0}, "2.0 ranks"),
+        ({"ranks": True}, "True ranks"),
+        ({}, "needs a number of ranks"),
+        ({"devices": []}, "one device per rank"),
+        ({"devices": "cpu"}, "one device per rank"),
+        ({"ranks": 2, "devices": ["cpu"]}, "2 ranks on 1 devices"),
+    ],
+)
+def test_local_says_what_is_wrong(arguments: dict, said: str):
+    with pytest.raises(GroupError, match=said):
+        local(**arguments)
+    with pytest.raises(GroupError, match="rank 5 is not in a group of 2"):
+        local(2).send((), 0, 5)
+
+
+def test_local_moves_between_devices():
+    group = local(devices=["cpu", "meta"])
+    group.send((torch.ones(2),), 0, 1)
+    (x,) = group.recv((Spec((2,), (1,), torch.float32),), 0, 1).wait()
+    assert x.device.type == "meta"
