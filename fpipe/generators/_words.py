@@ -1,0 +1,120 @@
+"""From a drawn word to a row of actions.
+
+A rank's row is drawn as a word: ``"FFBFBB"`` is two forwards, a backward, and so on. A tape is what a letter stands
+for: an iterator that gives that letter's next action. :func:`deal` reads the word and takes, for each letter, what its
+tape gives next. Capital letters are a rank's first chunk, small ones its second.
+
+This file knows letters and tapes. It knows no schedule, and nothing about what must come before what.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
+from typing import TypeAlias
+
+from ..actions import Action, AnyAction, Fused, Op, Placement, Row
+from ..schedule import Schedule
+
+Tape: TypeAlias = Iterator[AnyAction]
+
+
+def tape(stage: int | Iterable[int], op: Op, microbatches: Iterable[int]) -> Iterator[Action]:
+    """The actions ``op`` of a stage (or of one stage each) on microbatches.
+
+    >>> list(tape(3, "F", range(2)))
+    [3F0, 3F1]
+    """
+    stages = repeat(stage) if isinstance(stage, int) else stage
+    return map(Action, stages, repeat(op), microbatches)  # pyright: ignore[reportArgumentType]  # it widens op to str
+
+
+def tapes(stage: int, microbatches: int, *, small: bool = False) -> dict[str, Tape]:
+    """One tape an op, each counting its own microbatches from 0.
+
+    >>> deal("FFBFBB", tapes(0, 3))
+    (0F0, 0F1, 0B0, 0F2, 0B1, 0B2)
+    """
+    ops: Sequence[Op] = ("F", "B", "I", "W")
+    return {op.lower() if small else op: tape(stage, op, range(microbatches)) for op in ops}
+
+
+def fused(*sources: Iterable[Action]) -> Iterator[Fused]:
+    """Actions fused of parts taken from these tapes.
+
+    >>> f, b = tape(0, "F", range(2)), tape(3, "B", range(2))
+    >>> deal("FXB", {"F": f, "X": fused(f, b), "B": b})
+    (0F0, (0F1;3B0)OVERLAP_F_B, 3B1)
+    """
+    return map(Fused, zip(*sources, strict=False))
+
+
+def queueing(inputs: Iterable[Action], queue: deque[Action]) -> Iterator[Action]:
+    """``inputs`` (of I), each putting its W at the end of ``queue`` as it is dealt.
+
+    >>> queue = deque()
+    >>> deal("IIWW", {"I": queueing(tape(0, "I", range(2)), queue), "W": oldest(queue)})
+    (0I0, 0I1, 0W0, 0W1)
+    """
+    for action in inputs:
+        queue.append(Action(action.stage, "W", action.microbatch))
+        yield action
+
+
+def oldest(queue: deque[Action]) -> Iterator[Action]:
+    """The tape that takes what has waited longest."""
+    while True:
+        yield queue.popleft()
+
+
+def deal(word: Iterable[str], tapes: Mapping[str, Tape]) -> Row:
+    """The row that ``word`` draws."""
+    return tuple([next(tapes[letter]) for letter in word])
+
+
+def keep(rows: Iterable[Row], microbatches: range) -> tuple[Row, ...]:
+    """The rows with only these microbatches, numbered from 0; a fused action that loses parts keeps the others.
+
+    Microbatches need nothing of each other, so a valid schedule stays valid when some are left out. A schedule that is
+    drawn for many microbatches becomes, this way, one for few.
+
+    >>> keep([deal("FFBB", tapes(0, 2))], range(1, 2))
+    ((0F0, 0B0),)
+    """
+    first = microbatches.start
+    kept = []
+    for row in rows:
+        parts = [
+            tuple(Action(p.stage, p.op, p.microbatch - first) for p in action.parts if p.microbatch in microbatches)
+            for action in row
+        ]
+        kept.append(tuple(some[0] if len(some) == 1 else Fused(some) for some in parts if some))
+    return tuple(kept)
+
+
+def one_a_rank(name: str, words: Sequence[str], microbatches: int, stages: int) -> Schedule:
+    """The schedule of ranks that hold one chunk each: one word a rank, and stage ``r`` on rank ``r``.
+
+    With more stages than ranks each rank holds as many neighbours, run one after another as if they were one.
+
+    >>> print(one_a_rank("1F1B", ["FFBB", "FBFB"], microbatches=2, stages=2))
+    [0F0, 0F1, 0B0, 0B1]
+    [1F0, 1B0, 1F1, 1B1]
+    """
+    rows = tuple(deal(word, tapes(rank, microbatches)) for rank, word in enumerate(words))
+    per_rank = stages // len(words)
+    home = tuple(stage // per_rank for stage in range(stages))
+    if per_rank > 1:
+        rows = tuple(_spread(row, per_rank) for row in rows)
+    return Schedule(rows, Placement((home,), len(words)), microbatches, name)
+
+
+def _spread(row: Iterable[AnyAction], per_rank: int) -> Row:
+    up, down = range(per_rank), range(per_rank - 1, -1, -1)
+    return tuple(
+        Action(part.stage * per_rank + step, part.op, part.microbatch)
+        for action in row
+        for part in action.parts
+        for step in (up if part.op == "F" else down)
+    )

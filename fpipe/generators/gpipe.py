@@ -1,0 +1,26 @@
+"""GPipe: all forwards, then all backwards.
+
+Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019 (arXiv:1811.06965).
+
+    rank 0   0 1 2 3 . . . . . . 0 0 1 1 2 2 3 3
+    rank 1   . 0 1 2 3 . . . . 0 0 1 1 2 2 3 3
+    rank 2   . . 0 1 2 3 0 0 1 1 2 2 3 3
+                 forward  | backward
+
+Idle (p - 1)(F + B) a rank; a rank holds the activations of all m microbatches.
+"""
+
+from __future__ import annotations
+
+from ..schedule import Schedule
+from ._words import one_a_rank
+
+
+def make_gpipe(ranks: int, microbatches: int, stages: int) -> Schedule:
+    """All forwards, then all backwards, both in ascending order.
+
+    >>> print(make_gpipe(2, 2, 2))
+    [0F0, 0F1, 0B0, 0B1]
+    [1F0, 1F1, 1B0, 1B1]
+    """
+    return one_a_rank("GPipe", ["F" * microbatches + "B" * microbatches] * ranks, microbatches, stages)

@@ -1,0 +1,85 @@
+"""Several chunks of the model on each rank, dealt in a loop: stage s on rank s % p.
+
+Interleaved 1F1B: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
+2021 (arXiv:2104.04473). Microbatches go in groups of about p: the first chunk for the whole group, then the next
+chunk; backwards take the chunks from the last. For v = 2 and p = 2 (capitals the first chunk, small ones the second):
+
+    rank 0   F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 ...        warm-up: 2(p - r - 1) + (v - 1) g forwards
+    rank 1   .. F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 ...        then F, B, F, B, then the backwards that are left
+
+Idle (p - 1)(F + B)/v a rank; p + (p - 1)/v activations.
+
+Looped BFS: Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2023 (arXiv:2211.05953). All microbatches of a chunk,
+then the next chunk, and the way back in exactly the opposite order. The same idle time, m activations; a chunk's
+parameters are needed only twice, which suits sharded ones.
+
+    rank 0   F0 F1 f0 f1 b1 b0 B1 B0
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from ..actions import Placement
+from ..schedule import Schedule
+from ._words import deal, tape
+
+
+def groups(microbatches: int, ranks: int) -> list[range]:
+    """Microbatches in groups of ``ranks`` or a little more, as even as can be, the larger ones first.
+
+    >>> groups(10, 4), groups(3, 4)
+    ([range(0, 5), range(5, 10)], [range(0, 3)])
+    """
+    rounds = max(1, microbatches // ranks)
+    size, larger = divmod(microbatches, rounds)
+    starts = [k * size + min(k, larger) for k in range(rounds + 1)]
+    return [range(a, b) for a, b in pairwise(starts)]
+
+
+def group_order(microbatches: int, ranks: int, chunks: int) -> list[tuple[int, int]]:
+    """(chunk, microbatch) in the order of forwards: group, then chunk, then microbatch.
+
+    >>> group_order(2, 2, 2)
+    [(0, 0), (0, 1), (1, 0), (1, 1)]
+    """
+    return [(c, m) for group in groups(microbatches, ranks) for c in range(chunks) for m in group]
+
+
+def make_interleaved_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
+    """Interleaved 1F1B, for any number of microbatches.
+
+    >>> print(make_interleaved_one_f_one_b(2, 2, 4))
+    [0F0, 0F1, 2F0, 2F1, 2B0, 2B1, 0B0, 0B1]
+    [1F0, 1F1, 3F0, 3B0, 3F1, 3B1, 1B0, 1B1]
+    """
+    chunks = stages // ranks
+    order = group_order(microbatches, ranks, chunks)
+    total, group = len(order), groups(microbatches, ranks)[0]
+    batches = [m for _, m in order]
+    rows = []
+    for rank in range(ranks):
+        first = min(total, 2 * (ranks - rank - 1) + (chunks - 1) * len(group))
+        word = "F" * first + "FB" * (total - first) + "B" * first
+        down = [c * ranks + rank for c, _ in order]
+        up = [(chunks - 1 - c) * ranks + rank for c, _ in order]
+        rows.append(deal(word, {"F": tape(down, "F", batches), "B": tape(up, "B", batches)}))
+    return Schedule(tuple(rows), Placement.loop(ranks, chunks), microbatches, "Interleaved1F1B")
+
+
+def make_looped_bfs(ranks: int, microbatches: int, stages: int) -> Schedule:
+    """Breadth first: chunk by chunk down, and back the way it came.
+
+    >>> print(make_looped_bfs(2, 2, 4))
+    [0F0, 0F1, 2F0, 2F1, 2B1, 2B0, 0B1, 0B0]
+    [1F0, 1F1, 3F0, 3F1, 3B1, 3B0, 1B1, 1B0]
+    """
+    chunks = stages // ranks
+    order = [(c, m) for c in range(chunks) for m in range(microbatches)]
+    batches = [m for _, m in order]
+    rows = []
+    for rank in range(ranks):
+        down = [c * ranks + rank for c, _ in order]
+        both = {"F": tape(down, "F", batches), "B": tape(down[::-1], "B", batches[::-1])}
+        rows.append(deal("F" * len(order) + "B" * len(order), both))
+    return Schedule(tuple(rows), Placement.loop(ranks, chunks), microbatches, "LoopedBFS")

@@ -1,0 +1,47 @@
+"""1F1B: a rank runs one backward for each forward as soon as it can, and so holds few activations.
+
+Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush), 2021 (arXiv:2006.09503);
+Fan et al., "DAPPLE", 2021 (arXiv:2007.01045).
+
+    rank 0   F0 F1 F2 .. .. .. B0 .. F3 B1 .. F4 B2 ..        warm-up: p - r forwards
+    rank 1   .. F0 F1 .. .. B0 .. F2 B1 .. F3 B2 ..           then B, F, B, F
+    rank 2   .. .. F0 B0 .. F1 B1 .. F2 B2 ..                 then the backwards that are left
+
+Idle (p - 1)(F + B) a rank, as in GPipe; rank r holds p - r activations.
+
+The eager form ("Eager 1F1B": Zhuang et al., "On Optimizing the Communication of Model Parallelism", 2022,
+arXiv:2211.05322) warms up with 2(p - r) - 1 forwards: the same idle time, about twice the activations, and each
+value has a step's time to travel in.
+"""
+
+from __future__ import annotations
+
+from ..schedule import Schedule
+from ._words import one_a_rank
+
+
+def make_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
+    """One forward, one backward, after ``ranks - r`` forwards.
+
+    >>> print(make_one_f_one_b(2, 3, 2))
+    [0F0, 0F1, 0B0, 0F2, 0B1, 0B2]
+    [1F0, 1B0, 1F1, 1B1, 1F2, 1B2]
+    """
+    words = [_word(microbatches, ranks - rank) for rank in range(ranks)]
+    return one_a_rank("1F1B", words, microbatches, stages)
+
+
+def make_eager_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
+    """The same after ``2 * (ranks - r) - 1`` forwards.
+
+    >>> print(make_eager_one_f_one_b(2, 4, 2))
+    [0F0, 0F1, 0F2, 0B0, 0F3, 0B1, 0B2, 0B3]
+    [1F0, 1B0, 1F1, 1B1, 1F2, 1B2, 1F3, 1B3]
+    """
+    words = [_word(microbatches, 2 * (ranks - rank) - 1) for rank in range(ranks)]
+    return one_a_rank("Eager1F1B", words, microbatches, stages)
+
+
+def _word(microbatches: int, warm_up: int) -> str:
+    first = min(microbatches, warm_up)
+    return "F" * first + "BF" * (microbatches - first) + "B" * first

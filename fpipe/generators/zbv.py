@@ -1,0 +1,40 @@
+"""ZBV: zero bubble on a V, with the memory of 1F1B.
+
+Qi et al., "Zero Bubble Pipeline Parallelism", 2024 (arXiv:2401.10241), section 6. The model goes down the ranks and
+up again, so rank 0 holds the first chunk (capitals) and the last one (small letters). Three ranks, six microbatches:
+
+    rank 0   F F F F F f i w f i w f i w F I W f i w I W f i w I W f i w I W I W I W
+    rank 1   F F F f F f i w f i w F I W f i w F I W f i w I W f i w I i I W I W w W
+    rank 2   F f F f F f i w F I W f i w F I W f i w F I W f i w I i I i I W w w W W
+
+At unit cost no rank idles between its first action and its last; a rank holds p activations. It is drawn for at
+least 2p - 1 microbatches, and leaves out the last ones where there are fewer.
+"""
+
+from __future__ import annotations
+
+from ..actions import Placement
+from ..schedule import Schedule
+from ._words import deal, keep, tapes
+
+
+def make_zbv(ranks: int, microbatches: int, stages: int) -> Schedule:
+    """Zero bubble on a V; two stages a rank.
+
+    >>> print(make_zbv(1, 2, 2))
+    [0F0, 1F0, 1I0, 1W0, 0F1, 0I0, 0W0, 1F1, 1I1, 1W1, 0I1, 0W1]
+    """
+    drawn = max(2 * ranks - 1, microbatches)
+    rows = tuple(
+        deal(_word(ranks, rank, drawn), tapes(rank, drawn) | tapes(stages - 1 - rank, drawn, small=True))
+        for rank in range(ranks)
+    )
+    if drawn > microbatches:
+        rows = keep(rows, range(microbatches))
+    return Schedule(rows, Placement.v(ranks), microbatches, "ZBVZeroBubble")
+
+
+def _word(p: int, r: int, m: int) -> str:
+    warm_up = "F" * (2 * (p - r) - 1) + "fF" * r + "fiw" * (p - r)
+    steady = "FIWfiw" * (m - 2 * p + 1 + r) + "IWfiw" * (p - 1 - r)
+    return warm_up + steady + "Ii" * r + "IW" * (p - r) + "w" * r + "W" * r

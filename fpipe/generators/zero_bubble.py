@@ -1,0 +1,74 @@
+"""Zero bubble: the backward cut in two, and the half that nothing waits for (W) put where a rank would idle.
+
+Qi et al., "Zero Bubble Pipeline Parallelism", 2024 (arXiv:2401.10241).
+
+ZB-H1 keeps the memory of 1F1B: p - r forwards first, then I, W, F, I, W, F ..., where rank r lags r Ws behind.
+
+    rank 0   F0 F1 F2 .. .. I0 W0 F3 I1 W1 F4 I2 W2 ..
+    rank 1   .. F0 F1 .. I0 .. F2 I1 W0 F3 I2 W1 .. W2 ..        idle (p - 1)(F + I - W)
+    rank 2   .. .. F0 I0 F1 I1 F2 I2 W0 F3 .. W1 W2 ..
+
+ZB-H2 warms up with 2(p - r) - 1 forwards and lags 2r behind: no idle time on a rank between its own first action and
+its last at unit cost, for 2p - 1 activations.
+
+The interleaved form does the same with several chunks on each rank, in the order of Interleaved 1F1B; its warm-up is
+(p - r - 1) + (v - 1) g forwards, as I is half as long as B.
+"""
+
+from __future__ import annotations
+
+from ..actions import Placement
+from ..schedule import Schedule
+from ._words import deal, one_a_rank, tape
+from .interleaved import group_order, groups
+
+
+def make_zb_h1(ranks: int, microbatches: int, stages: int) -> Schedule:
+    """ZB-H1: the memory of 1F1B.
+
+    >>> print(make_zb_h1(2, 3, 2))
+    [0F0, 0F1, 0I0, 0W0, 0F2, 0I1, 0W1, 0I2, 0W2]
+    [1F0, 1I0, 1F1, 1I1, 1W0, 1F2, 1I2, 1W1, 1W2]
+    """
+    words = [_word(microbatches, ranks - rank, lag=rank) for rank in range(ranks)]
+    return one_a_rank("ZBH1", words, microbatches, stages)
+
+
+def make_zb_h2(ranks: int, microbatches: int, stages: int) -> Schedule:
+    """ZB-H2: about twice that memory, and no idle time within a rank's own span.
+
+    >>> print(make_zb_h2(2, 3, 2))
+    [0F0, 0F1, 0F2, 0I0, 0W0, 0I1, 0W1, 0I2, 0W2]
+    [1F0, 1I0, 1F1, 1I1, 1F2, 1I2, 1W0, 1W1, 1W2]
+    """
+    words = [_word(microbatches, 2 * (ranks - rank) - 1, lag=2 * rank) for rank in range(ranks)]
+    return one_a_rank("ZBH2", words, microbatches, stages)
+
+
+def _word(microbatches: int, warm_up: int, lag: int) -> str:
+    first = min(microbatches, warm_up)
+    steps = ["I" + "W" * (b >= lag) + "F" * (b < microbatches - first) for b in range(microbatches)]
+    return "F" * first + "".join(steps) + "W" * min(lag, microbatches)
+
+
+def make_interleaved_zero_bubble(ranks: int, microbatches: int, stages: int) -> Schedule:
+    """Several chunks a rank, backward cut in two.
+
+    >>> print(make_interleaved_zero_bubble(2, 2, 4))
+    [0F0, 0F1, 2F0, 2F1, 2I0, 2W0, 2I1, 2W1, 0I0, 0W0, 0I1, 0W1]
+    [1F0, 1F1, 3F0, 3I0, 3F1, 3I1, 3W0, 1I0, 3W1, 1I1, 1W0, 1W1]
+    """
+    chunks = stages // ranks
+    order = group_order(microbatches, ranks, chunks)
+    total, group = len(order), groups(microbatches, ranks)[0]
+    batches = [m for _, m in order]
+    rows = []
+    for rank in range(ranks):
+        first = min(total, ranks - rank - 1 + (chunks - 1) * len(group))
+        steps = ["F" * (b < total - first) + "I" + "W" * (b >= rank) for b in range(total)]
+        word = "F" * first + "".join(steps) + "W" * min(rank, total)
+        down = [c * ranks + rank for c, _ in order]
+        up = [(chunks - 1 - c) * ranks + rank for c, _ in order]
+        hand = {"F": tape(down, "F", batches), "I": tape(up, "I", batches), "W": tape(up, "W", batches)}
+        rows.append(deal(word, hand))
+    return Schedule(tuple(rows), Placement.loop(ranks, chunks), microbatches, "InterleavedZeroBubble")

@@ -1,0 +1,302 @@
+"""Each schedule against what is published: torch's own orders, printed orders, totals and peaks, and ``check``."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from fpipe import Action, Costs, Schedule, ScheduleError, make_schedule, register_schedule, schedule_names
+from fpipe.generators import dualpipe, unregister_schedule, zbv
+from schedule_table import TABLE, cases
+
+NAMES = [family.name for family in TABLE]
+BY_TORCH = {
+    "LoopedBFS": (1, 2, 3, 4),
+    "Interleaved1F1B": (1, 2, 3, 4),
+    "InterleavedZeroBubble": (1, 2, 3, 4),
+    "ZBVZeroBubble": (2,),
+    "DualPipeV": (2,),
+}
+
+
+def test_the_table_of_the_tests_has_every_schedule() -> None:
+    assert sorted(NAMES) == sorted(schedule_names())
+
+
+# ---- torch as an oracle -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def torch_order():
+    """What torch.distributed.pipelining would run: (name, ranks, per_rank, microbatches) -> rows, or None where it
+    refuses. Its schedule classes only want to read counts off their stages, so mocks of its own stage class do."""
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    from torch.distributed.pipelining import PipelineStage
+
+    ops = {
+        schedules._ComputationType.FORWARD: "F",
+        schedules._ComputationType.FULL_BACKWARD: "B",
+        schedules._ComputationType.BACKWARD_INPUT: "I",
+        schedules._ComputationType.BACKWARD_WEIGHT: "W",
+    }
+    mocks = [mock.create_autospec(PipelineStage, instance=True) for _ in range(4)]
+
+    def plain(action):
+        if action.sub_actions:
+            return tuple(plain(part) for part in action.sub_actions)
+        return (action.stage_index, ops[action.computation_type], action.microbatch_index)
+
+    def order(name: str, ranks: int, per_rank: int, microbatches: int):
+        for stage in mocks:
+            stage.configure_mock(group_rank=0, group_size=ranks, num_stages=ranks * per_rank, submod=None)
+        try:
+            made = getattr(schedules, f"Schedule{name}")(mocks[:per_rank], microbatches)
+        except ValueError:
+            return None
+        return [[plain(action) for action in made.pipeline_order[rank] if action] for rank in range(ranks)]
+
+    # the order is computed before communication is woven in; that is slow and not asked for
+    with mock.patch.object(schedules._PipelineScheduleRuntime, "_prepare_schedule_with_comms"):
+        yield order
+
+
+@pytest.mark.parametrize("per_rank", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", BY_TORCH)
+def test_same_order_as_torch_for_every_count_that_it_accepts(torch_order, name: str, per_rank: int) -> None:
+    if per_rank not in BY_TORCH[name]:
+        pytest.skip(f"{name} has {BY_TORCH[name][0]} stages on each rank")
+    compared = 0
+    for ranks in range(1, 9):
+        for microbatches in range(1, 33):
+            theirs = torch_order(name, ranks, per_rank, microbatches)
+            if theirs is None:
+                continue
+            ours = make_schedule(name, ranks, microbatches, stages=ranks * per_rank)
+            rows = [[tuple(a.parts) if len(a.parts) > 1 else a for a in row] for row in ours]
+            assert rows == theirs, f"{name}, {ranks} ranks, {microbatches} microbatches, {per_rank} stages a rank"
+            compared += 1
+    assert compared >= 150
+
+
+# ---- orders in print --------------------------------------------------------------------------------------------
+
+
+def test_dual_pipe_v_to_the_letter() -> None:
+    printed = (Path(__file__).parent / "data" / "dualpipev_4x10.txt").read_text()
+    assert str(make_schedule("DualPipeV", 4, 10)).strip() == printed.strip()
+
+
+def test_gpipe_is_all_forwards_then_all_backwards() -> None:
+    for case in cases((1, 3, 8), (1, 5, 32), name="GPipe"):
+        for rank, row in enumerate(case.make()):
+            forward = [Action(rank, "F", m) for m in range(case.microbatches)]
+            backward = [Action(rank, "B", m) for m in range(case.microbatches)]
+            assert list(row) == forward + backward
+
+
+def test_one_f_one_b_runs_a_backward_as_soon_as_it_holds_enough() -> None:
+    """The paper's rule, told another way than the generator tells it: rank r never holds more than p - r activations,
+    and goes forward whenever that allows it."""
+    for case in cases(range(1, 9), range(1, 33), name="1F1B"):
+        for rank, row in enumerate(case.make()):
+            done = {"F": 0, "B": 0}
+            for action in row:
+                full = done["F"] - done["B"] == case.ranks - rank
+                op = "B" if full or done["F"] == case.microbatches else "F"
+                assert action == (rank, op, done[op])
+                done[op] += 1
+            assert done == {"F": case.microbatches, "B": case.microbatches}
+
+
+def test_one_f_one_b_as_the_paper_draws_it() -> None:
+    assert str(make_schedule("1F1B", 4, 8)).splitlines()[0] == (
+        "[0F0, 0F1, 0F2, 0F3, 0B0, 0F4, 0B1, 0F5, 0B2, 0F6, 0B3, 0F7, 0B4, 0B5, 0B6, 0B7]"
+    )
+    assert str(make_schedule("1F1B", 4, 3)).splitlines()[3] == "[3F0, 3B0, 3F1, 3B1, 3F2, 3B2]"
+
+
+@pytest.mark.parametrize(("module", "drawn"), [(zbv, 6), (dualpipe, 7)])
+def test_the_drawings_are_what_the_code_draws(module, drawn: int) -> None:
+    picture = [
+        "".join(line.split()[2:]) for line in inspect.getdoc(module).splitlines() if line.strip().startswith("rank ")
+    ]
+    assert picture == [module._word(3, rank, drawn) for rank in range(3)]
+
+
+# ---- what check proves ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_valid_for_every_count(name: str) -> None:
+    few = {*range(1, 9), 11, 16, 17, 31, 32}
+    for case in cases(range(1, 9), range(1, 33), per_rank=(1, 2, 3, 4), name=name):
+        if case.microbatches in few or case.stages == make_schedule(name, case.ranks, 1).stages:
+            schedule = case.make().check()
+            assert (schedule.ranks, schedule.microbatches, schedule.stages) == case[1:], str(case)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_rank_and_one_microbatch_run_straight_through(name: str) -> None:
+    (row,) = make_schedule(name, 1, 1)
+    ops = "".join(part.op for action in row for part in action.parts)
+    stages = make_schedule(name, 1, 1).stages
+    assert ops.startswith("F" * stages)
+    assert set(ops[stages:]) <= set("BIW")
+
+
+@pytest.mark.parametrize("family", TABLE, ids=lambda family: family.name)
+def test_the_table_tells_the_truth_about_fused_and_split(family) -> None:
+    actions = [action for row in make_schedule(family.name, 4, 16) for action in row]
+    assert family.fused == any(len(action.parts) > 1 for action in actions)
+    assert family.split == any(part.op == "I" for action in actions for part in action.parts)
+
+
+def test_stages_beyond_one_a_rank_are_neighbours() -> None:
+    schedule = make_schedule("1F1B", 2, 2, stages=4)
+    assert str(schedule).splitlines()[0] == "[0F0, 1F0, 0F1, 1F1, 1B0, 0B0, 1B1, 0B1]"
+    assert schedule.placement.stages_of(1) == (2, 3)
+
+
+# ---- time and memory --------------------------------------------------------------------------------------------
+
+#: name -> total, span, peak activations of a rank: 8 ranks, 24 microbatches, F = I = W = 1 for a rank's whole share
+UNIT_COST = {
+    "GPipe": (93, None, 24),
+    "1F1B": (93, None, 8),
+    "Interleaved1F1B": (82.5, None, 11.5),
+    "InterleavedZeroBubble": (75.5, None, None),
+    "ZBVZeroBubble": (75.5, 72, 8),
+    "DualPipeV": (79, None, 8.5),
+    "Eager1F1B": (93, None, 15),
+    "ZBH1": (79, None, 8),
+    "ZBH2": (79, 72, 15),
+}
+
+
+def unit_cost(name: str, ranks: int = 8, microbatches: int = 24):
+    schedule = make_schedule(name, ranks, microbatches)
+    share = len(schedule.placement.stages_of(0)) if not schedule.placement.replicated else 1
+    timeline = schedule.simulate(Costs(F=1 / share, I=1 / share, W=1 / share, overlap=3 / share))
+    return timeline.total, timeline.span, max(timeline.peak) / share
+
+
+@pytest.mark.parametrize("name", UNIT_COST)
+def test_unit_cost(name: str) -> None:
+    for got, wanted in zip(unit_cost(name), UNIT_COST[name], strict=True):
+        assert wanted is None or got == pytest.approx(wanted, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
+def test_fewer_microbatches_never_take_longer(name: str) -> None:
+    """Schedules that are drawn for more microbatches than there are must not pay for those that are left out."""
+    totals = [unit_cost(name, 4, m)[0] for m in range(1, 12)]
+    assert totals == sorted(totals)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_action_is_made_in_about_a_microsecond(name: str) -> None:
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        schedule = make_schedule(name, 32, 256)
+        times.append(time.perf_counter() - start)
+    actions = sum(len(action.parts) for row in schedule for action in row)
+    assert min(times) / actions < 3e-6, "or somebody else keeps this machine busy"
+
+
+# ---- names ------------------------------------------------------------------------------------------------------
+
+
+def test_case_and_dashes_in_names_do_not_matter() -> None:
+    assert make_schedule("zbv", 2, 3) == make_schedule("ZBVZeroBubble", 2, 3) == make_schedule("zbv-zero_bubble", 2, 3)
+    assert make_schedule("gpipe", 2, 3).name == "GPipe"
+
+
+@pytest.mark.parametrize(("typo", "meant"), [("1f1", "1F1B"), ("ZVB", "ZBV"), ("dualpipe v2", "DualPipeV")])
+def test_a_typo_gets_the_nearest_names(typo: str, meant: str) -> None:
+    with pytest.raises(ScheduleError, match=f"did you mean .*{meant}"):
+        make_schedule(typo, 2, 2)
+
+
+@pytest.mark.parametrize("name", ["", "@#", None, 3])
+def test_a_name_like_no_other_gets_all_names(name) -> None:
+    with pytest.raises(ScheduleError, match="there are GPipe, 1F1B"):
+        make_schedule(name, 2, 2)
+
+
+@pytest.mark.parametrize("bad", [0, -1, 2.5, "4", None, True])
+@pytest.mark.parametrize("what", ["ranks", "microbatches", "stages"])
+def test_counts_that_are_no_counts(what: str, bad) -> None:
+    if what == "stages" and bad is None:
+        pytest.skip("that asks for the default")
+    counts = {"ranks": 2, "microbatches": 2, "stages": 2} | {what: bad}
+    with pytest.raises(ScheduleError, match=f"{what}=.*1 or more") as caught:
+        make_schedule("1F1B", **counts)
+    assert caught.value.rule == what
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "remedy"),
+    [
+        ("1F1B", 6, "stages=4 or 8"),
+        ("Interleaved1F1B", 3, "stages=4"),
+        ("ZBV", 4, "stages=8"),
+        ("DualPipeV", 16, "stages=8"),
+    ],
+)
+def test_stages_that_do_not_fit(name: str, stages: int, remedy: str) -> None:
+    with pytest.raises(ScheduleError, match=remedy):
+        make_schedule(name, 4, 8, stages=stages)
+
+
+@pytest.fixture
+def mine() -> Iterator[str]:
+    name = "Mine-For-A-Test"
+    yield name
+    unregister_schedule(name)
+
+
+def test_register_as_a_call_and_as_a_decorator(mine: str) -> None:
+    def reversed_gpipe(ranks: int, microbatches: int) -> Schedule:
+        return make_schedule("LoopedBFS", ranks, microbatches, stages=ranks)
+
+    assert register_schedule(mine, reversed_gpipe) is reversed_gpipe
+    assert make_schedule("mine-for-a-test", 2, 3) == reversed_gpipe(2, 3)
+    assert schedule_names()[-1] == mine
+
+    @register_schedule(mine)
+    def other(ranks: int, microbatches: int, stages: int | None = None) -> Schedule:
+        return make_schedule("1F1B", ranks, microbatches, stages)
+
+    assert schedule_names().count(mine) == 1
+    assert make_schedule(mine, 2, 3, stages=4).stages == 4
+    assert make_schedule(mine, 2, 3).stages == 2
+
+
+def test_a_built_in_name_is_not_replaced() -> None:
+    for name in ("1f1b", "zbv"):
+        with pytest.raises(ScheduleError, match="is built in"):
+            register_schedule(name, lambda ranks, microbatches: make_schedule("GPipe", ranks, microbatches))
+
+
+def test_a_registered_function_that_does_not_keep_its_word(mine: str) -> None:
+    register_schedule(mine, lambda ranks, microbatches: "no schedule")  # type: ignore[arg-type, return-value]
+    with pytest.raises(ScheduleError, match="returned str"):
+        make_schedule(mine, 2, 2)
+    register_schedule(mine, lambda ranks, microbatches: make_schedule("GPipe", ranks, 7))
+    with pytest.raises(ScheduleError, match=r"microbatches=2 .* with 7"):
+        make_schedule(mine, 2, 2)
+    register_schedule(mine, lambda ranks, microbatches: make_schedule("GPipe", ranks, microbatches))
+    with pytest.raises(ScheduleError, match=r"stages=4 .* with 2"):
+        make_schedule(mine, 2, 2, stages=4)
+
+
+@pytest.mark.parametrize(("name", "fn"), [("", lambda p, m: None), (3, lambda p, m: None), ("new", 3)])
+def test_what_cannot_be_registered(name, fn) -> None:
+    with pytest.raises(ScheduleError):
+        register_schedule(name, fn)
