@@ -1,0 +1,113 @@
+"""What this process can ask of its device: which one it is, its memory, its seed. Over ``torch.accelerator``.
+
+The CPU has no counters, streams or ordinals: it answers with None, so that callers need not ask what it is.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import NamedTuple
+
+import torch
+
+from ..errors import GroupError
+from .kinds import KINDS, kind
+
+
+class Memory(NamedTuple):
+    """Bytes held now and at most since the last reset."""
+
+    now: int
+    peak: int
+
+
+def pick(device: str | torch.device | None = None, local_rank: int = 0) -> torch.device:
+    """The device of this process: what was asked for, else the machine's accelerator, else the CPU.
+
+    Without an index it is 0 where exactly one device is visible (each process was shown its own), else ``local_rank``.
+
+    >>> pick("cpu")
+    device(type='cpu')
+    """
+    found = _parse(device) if device is not None else torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type == "cpu":
+        return torch.device("cpu")
+    if found.type == "meta":
+        return found
+    count = _count(found.type)
+    index = found.index if found.index is not None else (0 if count == 1 else local_rank)
+    if index >= count:
+        raise GroupError(
+            f"device {found.type}:{index} of {count} visible ones; start at most one process per device, or set "
+            f"{kind(found.type).visible or 'what is visible'} to show more of them"
+        )
+    return torch.device(found.type, index)
+
+
+def _parse(device: str | torch.device) -> torch.device:
+    type = str(device).split(":")[0]
+    package = kind(type).package
+    if package is not None:
+        _load(package, type)  # before torch is asked: it learns the name from there
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        known = ", ".join(KINDS)
+        raise GroupError(f"{device!r} is not a device; name a type, as in {known}, or one with an index") from error
+
+
+def _load(package: str, type: str) -> None:
+    try:
+        import_module(package)
+    except ImportError as error:
+        raise GroupError(f"device {type!r} needs the package {package}, which cannot be imported ({error})") from error
+
+
+def _count(type: str) -> int:
+    try:
+        return int(torch.get_device_module(type).device_count())
+    except (RuntimeError, AttributeError) as error:
+        raise GroupError(f"device {type!r} is not available in this build of torch; leave device= out") from error
+
+
+def memory(device: torch.device) -> Memory | None:
+    """Bytes that torch holds there; None where the device does not count them (the CPU).
+
+    >>> memory(torch.device("cpu")) is None
+    True
+    """
+    if not _current(device):
+        return None
+    return Memory(torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was told; the CPU always has."""
+    if _current(device):
+        torch.accelerator.synchronize(device)
+
+
+def seed(device: torch.device, value: int) -> None:
+    """Seed the device's generator, and the CPU's, which it may be fed from.
+
+    >>> seed(torch.device("cpu"), 7); a = torch.rand(2); seed(torch.device("cpu"), 7); bool((a == torch.rand(2)).all())
+    True
+    """
+    torch.default_generator.manual_seed(value)
+    if device.type not in ("cpu", "meta"):
+        with torch.device(device):
+            torch.get_device_module(device.type).manual_seed(value)
+
+
+def default_attention(device: str | torch.device) -> str:
+    """The attention implementation to ask a model for: ``"sdpa"`` where fused kernels exist, else ``"eager"``.
+
+    >>> default_attention("cpu"), default_attention("mps")
+    ('sdpa', 'eager')
+    """
+    return kind(torch.device(device).type).attention
+
+
+def _current(device: torch.device) -> bool:
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == device.type

@@ -1,0 +1,72 @@
+"""The table of device types. Data only; a type that is not in it gets the careful record of the unknown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """What is special about a type of device.
+
+    ``backend`` is torch.distributed's default for it, ``visible`` the environment variable that hides some of the
+    devices from a process, ``package`` what must be imported where support comes from outside torch, ``attention``
+    the fused kernel to ask for, ``fused_mask`` whether that kernel takes an explicit mask, ``compile_many`` whether
+    torch.compile is trusted where several of them are at work.
+
+    >>> kind("xpu").backend
+    'xccl'
+    """
+
+    type: str
+    backend: str
+    visible: str | None = None
+    package: str | None = None
+    attention: str = "eager"
+    fused_mask: bool = True
+    compile_many: bool = True
+    name: str = ""
+
+    @property
+    def backends(self) -> str:
+        """The composite string for a process group that carries CPU tensors too.
+
+        >>> kind("cuda").backends, kind("cpu").backends
+        ('cpu:gloo,cuda:nccl', 'gloo')
+        """
+        return self.backend if self.type == "cpu" or self.backend == "gloo" else f"cpu:gloo,{self.type}:{self.backend}"
+
+
+KINDS = MappingProxyType(
+    {
+        row.type: row
+        for row in (
+            DeviceKind("cpu", "gloo", attention="sdpa", name="CPU"),
+            DeviceKind("cuda", "nccl", "CUDA_VISIBLE_DEVICES", attention="sdpa", name="NVIDIA or AMD GPU"),
+            # The device selector of oneAPI is respected where it is set, and never set: it can hide a device that
+            # attention kernels need. The fused attention wants is_causal=True; masks fall to the slow path.
+            DeviceKind(
+                "xpu",
+                "xccl",
+                "ZE_AFFINITY_MASK",
+                attention="sdpa",
+                fused_mask=False,
+                compile_many=False,
+                name="Intel GPU",
+            ),
+            DeviceKind("npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES", "torch_npu", name="Ascend NPU"),
+            DeviceKind("hpu", "hccl", "HABANA_VISIBLE_MODULES", "habana_frameworks.torch", name="Gaudi"),
+            DeviceKind("mps", "gloo", name="Apple GPU"),
+        )
+    }
+)
+
+
+def kind(type: str) -> DeviceKind:
+    """The record of a device type; a careful one for a type that is not in the table.
+
+    >>> kind("cuda").visible, kind("newcomer").attention
+    ('CUDA_VISIBLE_DEVICES', 'eager')
+    """
+    return KINDS.get(type) or DeviceKind(type, "gloo", compile_many=False, name=f"unknown device {type!r}")
