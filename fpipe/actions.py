@@ -11,6 +11,7 @@ millions of actions pass, by the offsets in the table itself. Standard library o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -194,29 +195,31 @@ class Placement:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Row]) -> Placement:
-        """Read off from where actions stand. Where a stage's microbatch stands on two ranks, the first one counts
-        (and ``check`` will name the other)."""
-        home: dict[tuple[int, int], int] = {}
-        for rank, row in enumerate(rows):
-            for action in row:
-                for part in action.parts:
-                    home.setdefault((part.stage, part.microbatch), rank)
-        stages = max((s for s, _ in home), default=-1) + 1
-        count = max((m for _, m in home), default=-1) + 1
-        first: dict[int, int] = {}
-        for (stage, _), rank in sorted(home.items()):
-            first.setdefault(stage, rank)
-        missing = [s for s in range(stages) if s not in first]
-        if missing:
-            raise ScheduleError(f"no rank holds stage {missing[0]}, but stage {stages - 1} is there", rule="placement")
-        if len(set((s, r) for (s, _), r in home.items())) == stages:
-            return cls((tuple(first[s] for s in range(stages)),), max(len(rows), 1))
+        """Read off from where actions stand.
+
+        A stage lives where its actions stand. Where these are several ranks, each microbatch has its own home: the
+        rank of its actions or, where they disagree, of most of them (``check`` will name the stray one).
+
+        >>> Placement.from_rows([(Action(0, "F", 0), Action(1, "F", 1)), (Action(1, "F", 0), Action(0, "F", 1))]).paths
+        ((0, 1), (1, 0))
+        """
+        held = Counter((part.stage, rank) for rank, row in enumerate(rows) for part in plain(row))
+        homes: dict[int, list[int]] = {}
+        for (stage, rank), _ in held.most_common():
+            homes.setdefault(stage, []).append(rank)
+        stages = max(homes, default=-1) + 1
+        missing = next((stage for stage in range(stages) if stage not in homes), None)
+        if missing is not None:
+            raise ScheduleError(
+                f"no rank holds stage {missing}, but stage {stages - 1} is there; number stages from 0 without gaps",
+                rule="placement",
+            )
+        ranks = max(len(rows), 1)
+        if all(len(home) == 1 for home in homes.values()):
+            return cls((tuple(homes[stage][0] for stage in range(stages)),), ranks)
         paths: dict[tuple[int, ...], int] = {}
-        route = []
-        for m in range(count):
-            path = tuple(home.get((s, m), first[s]) for s in range(stages))
-            route.append(paths.setdefault(path, len(paths)))
-        return cls(tuple(paths), max(len(rows), 1), tuple(route))
+        route = [paths.setdefault(path, len(paths)) for path in _routes(rows, homes, stages)]
+        return cls(tuple(paths), ranks, tuple(route))
 
     # ---- questions ----------------------------------------------------------------------------------------------
     @property
@@ -235,7 +238,11 @@ class Placement:
 
     def path(self, microbatch: int) -> tuple[int, ...]:
         """The rank of every stage, for one microbatch."""
-        return self.paths[self.route[microbatch % len(self.route)] if self.route else 0]
+        return self.paths[self.path_index(microbatch)]
+
+    def path_index(self, microbatch: int) -> int:
+        """Which of ``paths`` a microbatch takes."""
+        return self.route[microbatch % len(self.route)] if self.route else 0
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
         """All homes of ``stage``, in path order, each once."""
@@ -256,6 +263,28 @@ class Placement:
     def __repr__(self) -> str:
         inside = ", ".join(f"{rank}: {list(stages)}" for rank, stages in enumerate(self._held))
         return f"Placement({inside})"
+
+
+def _routes(rows: Sequence[Row], homes: dict[int, list[int]], stages: int) -> Iterator[tuple[int, ...]]:
+    """The rank of every stage, microbatch by microbatch. ``homes`` are a stage's ranks, the one with most first."""
+    votes: dict[tuple[int, int], Counter[int]] = {}
+    for rank, row in enumerate(rows):
+        for part in plain(row):
+            votes.setdefault((part.stage, part.microbatch), Counter())[rank] += 1
+    count = max(microbatch for _, microbatch in votes) + 1
+    if stages * count > 100_000 + 100 * len(votes):
+        raise ScheduleError(
+            f"microbatches up to {count - 1}, but actions of only {len({m for _, m in votes})} of them; "
+            "number them from 0 without gaps",
+            rule="placement",
+        )
+    for microbatch in range(count):
+        path = []
+        for stage in range(stages):
+            cast = votes.get((stage, microbatch), Counter(homes[stage][:1]))
+            most = max(cast.values())
+            path.append(next(rank for rank in homes[stage] if cast[rank] == most))
+        yield tuple(path)
 
 
 def plain(row: Iterable[AnyAction]) -> Iterator[Action]:

@@ -1,18 +1,21 @@
 """When would each action run, and what would each rank hold?  Costs in, a ``Timeline`` out.
 
-Every rank runs its row in order, each action as soon as the rank is free and what the action needs has arrived. It
-knows costs and the order of ``walk``; it does not ask whether a schedule is complete (``check`` does).
+Every rank runs its row in order, each action as soon as the rank is free and what the action needs has arrived. Links
+have a latency and a bandwidth but no queue. The order comes from ``walk``; whether the schedule is complete is for
+``check`` to say, and half a schedule can be simulated too.
 """
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import inf
-from typing import TypeAlias
+from dataclasses import dataclass, fields
+from math import inf, nan
+from typing import Any, TypeAlias
 
-from .actions import Placement, Row
+from .actions import RULE, Action, Placement, Row
+from .check import check_cells, stuck
 from .errors import ScheduleError
 from .timeline import Timeline
 from .walk import Facts, walk
@@ -22,12 +25,16 @@ PerStage: TypeAlias = float | Sequence[float] | Mapping[int, float]
 
 @dataclass(frozen=True)
 class Costs:
-    """What actions cost: each one number, or one per stage.
+    """What actions cost: each one number, or one per stage (a sequence, or a mapping from stage to number).
 
-    ``F``, ``I``, ``W``, ``B`` (default: I + W) are times; ``overlap`` is the time of a fused action, by the stage of
-    its first part (default: the sum of its parts). A message between different ranks takes ``comm`` plus
-    ``boundary`` (bytes, one number or one per boundary between stages) over ``bandwidth`` (bytes per time).
-    ``saved`` bytes are held from F to I, ``kept`` (default: all of ``saved``) from I to W.
+    ``F``, ``I``, ``W`` and ``B`` (default: I + W) are times. ``overlap`` is the time of a fused action, by the stage of
+    its first part (default: the sum of its parts). A message between different ranks takes ``comm``, a latency, plus
+    ``boundary``, its bytes, over ``bandwidth``, bytes per time; these may differ by boundary, one number between each
+    stage and the next. Memory: ``saved`` bytes are held from F on; I leaves ``kept`` of them (default: all) for W, and
+    W or B frees the rest. So F adds ``saved``, I adds ``kept - saved``, W adds ``-kept`` and B ``-saved``.
+
+    >>> Costs(F=1, I=[1, 2], W=0.5)
+    Costs(F=1.0, I=(1.0, 2.0), W=0.5)
     """
 
     F: PerStage = 1.0
@@ -37,71 +44,225 @@ class Costs:
     overlap: PerStage | None = None
     comm: PerStage = 0.0
     boundary: PerStage = 0.0
-    bandwidth: float = inf
+    bandwidth: PerStage = inf
     saved: PerStage = 1.0
     kept: PerStage | None = None
+    unit: str = ""  #: of time, for people
+
+    def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            object.__setattr__(self, name, _numbers(name, getattr(self, name)))
+
+    def __repr__(self) -> str:
+        said = [f.name for f in fields(self) if f.name in "FIW" or getattr(self, f.name) != f.default]
+        return f"Costs({', '.join(f'{name}={getattr(self, name)!r}' for name in said)})"
+
+    # ---- text ---------------------------------------------------------------------------------------------------
+    @classmethod
+    def parse(cls, text: str) -> Costs:
+        """From ``name=number`` with commas between; ``name=1:2:1`` gives one number per stage.
+
+        >>> Costs.parse("F=1, B=2:3, comm=0.1")
+        Costs(F=1.0, I=1.0, W=1.0, B=(2.0, 3.0), comm=0.1)
+        """
+        given: dict[str, Any] = {}
+        for item in filter(None, map(str.strip, text.split(","))):
+            name, sign, value = (word.strip() for word in item.partition("="))
+            if not sign or name not in _NUMBERS or name in given:
+                why = f"{name} is there twice" if name in given else f"the names are {', '.join(_NUMBERS)}"
+                raise _refuse(f"{item[:60]!r} is not name=number: {why}")
+            try:
+                numbers = [float(number) for number in value.split(":")]
+            except ValueError:
+                raise _refuse(f"{name}={value[:60]} is not a number, nor numbers with ':' between") from None
+            given[name] = numbers if ":" in value else numbers[0]
+        return cls(**given)
+
+    def to_json(self) -> str:
+        """These costs as JSON, defaults left out.
+
+        >>> Costs(F=2, I=[1, 3]).to_json()
+        '{"F": 2.0, "I": [1.0, 3.0]}'
+        """
+        return json.dumps({f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default})
+
+    @classmethod
+    def from_json(cls, text: str) -> Costs:
+        """Read what :meth:`to_json` wrote.
+
+        >>> Costs.from_json('{"F": 2, "I": [1, 3]}')
+        Costs(F=2.0, I=(1.0, 3.0), W=1.0)
+        """
+        try:
+            given = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise _refuse(f"these costs are not JSON: {error}") from None
+        names = (*_NUMBERS, "unit")
+        if not isinstance(given, dict) or not set(given) <= set(names):
+            raise _refuse(f"costs in JSON are an object with some of the names {', '.join(names)}")
+        return cls(**given)
+
+    # ---- by stage -----------------------------------------------------------------------------------------------
+    def times(self, stages: int) -> dict[str, tuple[float, ...]]:
+        """op -> the time that it takes on each stage; ``"overlap"`` is there only where it was given.
+
+        >>> Costs(I=2).times(2)["B"]
+        (3.0, 3.0)
+        """
+        by_op = {name: self._spread(name, stages) for name in ("F", "I", "W")}
+        by_op["B"] = tuple(map(sum, zip(by_op["I"], by_op["W"], strict=True)))
+        for name in ("B", "overlap"):
+            if getattr(self, name) is not None:
+                by_op[name] = self._spread(name, stages)
+        return by_op
+
+    def memory(self, stages: int) -> dict[str, tuple[float, ...]]:
+        """op -> what it adds to the bytes that its rank holds, for each stage.
+
+        >>> Costs(saved=10, kept=4).memory(1)
+        {'F': (10.0,), 'I': (-6.0,), 'W': (-4.0,), 'B': (-10.0,)}
+        """
+        saved = self._spread("saved", stages)
+        kept = saved if self.kept is None else self._spread("kept", stages)
+        return {
+            "F": saved,
+            "I": tuple(k - s for k, s in zip(kept, saved, strict=True)),
+            "W": tuple(-k for k in kept),
+            "B": tuple(-s for s in saved),
+        }
+
+    def links(self, stages: int) -> tuple[float, ...]:
+        """The time that a message takes over each boundary, where its ends are on different ranks.
+
+        >>> Costs(comm=0.5, boundary=[10, 20], bandwidth=10).links(3)
+        (1.5, 2.5)
+        """
+        comm, size, width = (self._spread(name, stages - 1) for name in ("comm", "boundary", "bandwidth"))
+        return tuple(c + s / w for c, s, w in zip(comm, size, width, strict=True))
+
+    def sizes(self, stages: int) -> tuple[float, ...]:
+        """The bytes of a message over each boundary."""
+        return self._spread("boundary", stages - 1)
+
+    def _spread(self, name: str, count: int) -> tuple[float, ...]:
+        value = getattr(self, name)
+        if not isinstance(value, tuple):
+            return (value,) * count
+        if len(value) != count:
+            things = "boundaries between stages" if name in _AT_BOUNDARIES else "stages"
+            raise _refuse(
+                f"{name} has {len(value)} numbers, but there are {count} {things}; give one number, or {count}"
+            )
+        return value
 
 
-def _spread(value: PerStage, count: int) -> list[float]:
+_NUMBERS = tuple(f.name for f in fields(Costs) if f.name != "unit")
+_AT_BOUNDARIES = ("comm", "boundary", "bandwidth")
+
+
+def _refuse(message: str) -> ScheduleError:
+    return ScheduleError(message, rule="costs")
+
+
+def _numbers(name: str, value: Any) -> float | tuple[float, ...] | None:
+    """One float or a tuple of them; None only where that is the default."""
+    if value is None and name in ("B", "overlap", "kept"):
+        return None
     if isinstance(value, Mapping):
-        return [float(value[k]) for k in range(count)]
-    if isinstance(value, Sequence):
-        return [float(v) for v in value]
-    return [float(value)] * count
+        try:
+            value = [value[stage] for stage in range(len(value))]
+        except KeyError:
+            raise _refuse(f"{name} must name every stage from 0 on, without gaps") from None
+    elif hasattr(value, "tolist"):
+        value = value.tolist()  # an array or a tensor
+    many = isinstance(value, Sequence) and not isinstance(value, str)
+    numbers = tuple(_number(name, number) for number in (value if many else (value,)))
+    return numbers if many else numbers[0]
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        number = nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = nan
+    good = number > 0 if name == "bandwidth" else 0 <= number < inf
+    if not good:
+        kind = "above 0" if name == "bandwidth" else "from 0 up"
+        raise _refuse(f"{name}: {str(value)[:60]!r} must be a number {kind}; give one number, or one per stage")
+    return number
+
+
+# ---- the clock ------------------------------------------------------------------------------------------------------
+#: op -> (offset of a fact that it needs, the time that it travels, by consuming stage) ..., offsets of what it makes
+_Table: TypeAlias = dict[str, tuple[tuple[tuple[int, tuple[float, ...]], ...], tuple[int, ...]]]
 
 
 def simulate_rows(
     rows: tuple[Row, ...], placement: Placement, microbatches: int, costs: Costs, *, name: str = ""
 ) -> Timeline:
-    """The timeline of these rows."""
+    """The timeline of these rows.
+
+    >>> from fpipe.actions import Action
+    >>> rows = ((Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "F", 0), Action(1, "B", 0)))
+    >>> simulate_rows(rows, Placement.loop(2), 1, Costs(comm=0.5)).total
+    7.0
+    """
+    check_cells(rows, placement, microbatches)
     stages = placement.stages
     result = walk(rows, stages, microbatches)
     if result.blocked:
-        first = result.blocked[0]
-        raise ScheduleError(
-            f"rank {first.rank} waits for ever", rank=first.rank, position=first.position, rule="deadlock"
-        )
-    cost = {op: _spread(getattr(costs, op), stages) for op in "FIW"}
-    cost["B"] = [i + w for i, w in zip(cost["I"], cost["W"])] if costs.B is None else _spread(costs.B, stages)
-    saved = _spread(costs.saved, stages)
-    kept = saved if costs.kept is None else _spread(costs.kept, stages)
-    memory = {
-        "F": saved,
-        "I": [k - s for k, s in zip(kept, saved)],
-        "W": [-k for k in kept],
-        "B": [-s for s in saved],
-    }
-    boundary = _spread(costs.boundary, stages - 1)
-    edges = [c + b / costs.bandwidth for c, b in zip(_spread(costs.comm, stages - 1), boundary)]
-    starts = [array("d", bytes(8 * len(row))) for row in rows]
-    ends = [array("d", bytes(8 * len(row))) for row in rows]
-    waits = tuple({} for _ in rows)
+        raise stuck(rows, stages, result)
     facts = Facts(stages, microbatches)
-    done = [0.0] * facts.size
-    table = facts.table
-    from .actions import RULE
+    links, times = costs.links(stages), costs.times(stages)
+    by_path = [_table(facts, path, links) for path in placement.paths]
+    tables = [by_path[placement.path_index(microbatch)] for microbatch in range(microbatches)]
+    starts, ends, causes = (tuple(array(code) for _ in rows) for code in "ddq")
+    there = [0.0] * facts.size
+    for rank, first, stop in result.runs:
+        lane, begin, end, cause = rows[rank], starts[rank].append, ends[rank].append, causes[rank].append
+        clock = ends[rank][-1] if first else 0.0
+        for position in range(first, stop):
+            action = lane[position]
+            parts = (action,) if isinstance(action, Action) else action.parts
+            waited = -1
+            for stage, op, microbatch in parts:
+                base = stage * microbatches + microbatch
+                for need, travel in tables[microbatch][op][0]:
+                    arrival = there[base + need] + travel[stage]
+                    if arrival > clock:
+                        clock, waited = arrival, base + need
+            begin(clock)
+            cause(waited)
+            clock += times[action.op][action.stage] if isinstance(action, Action) else _together(parts, times)
+            end(clock)
+            for stage, op, microbatch in parts:
+                base = stage * microbatches + microbatch
+                for made in tables[microbatch][op][1]:
+                    there[base + made] = clock
+    return Timeline(
+        rows, starts, ends, placement, microbatches, causes, costs.memory(stages), costs.sizes(stages), name, costs.unit
+    )
 
-    for rank, position in result.order:
-        clock = ends[rank][position - 1] if position else 0.0
-        action = rows[rank][position]
-        length = 0.0
-        for part in action.parts:
-            base = part.stage * microbatches + part.microbatch
-            path = placement.path(part.microbatch)
-            for (kind, by), offset in zip(RULE[part.op][1], table[part.op][0]):
-                other = part.stage + by
-                arrival = done[base + offset]
-                if by and 0 <= other < stages and path[other] != path[part.stage]:
-                    arrival += edges[min(other, part.stage)]
-                if arrival > clock:
-                    clock = arrival
-                    waits[rank][position] = facts.fact(base + offset)
-            length += cost[part.op][part.stage]
-        if len(action.parts) > 1 and costs.overlap is not None:
-            length = _spread(costs.overlap, stages)[action.parts[0].stage]
-        starts[rank][position] = clock
-        ends[rank][position] = clock + length
-        for part in action.parts:
-            for offset in table[part.op][1]:
-                done[part.stage * microbatches + part.microbatch + offset] = clock + length
-    return Timeline(rows, tuple(starts), tuple(ends), placement, microbatches, waits, memory, boundary, name)
+
+def _together(parts: Sequence[Action], times: Mapping[str, Sequence[float]]) -> float:
+    """The time of a fused action."""
+    if "overlap" in times:
+        return times["overlap"][parts[0].stage]
+    return sum(times[part.op][part.stage] for part in parts)
+
+
+def _table(facts: Facts, path: Sequence[int], links: Sequence[float]) -> _Table:
+    """What each op needs and makes, and how long that travels, for microbatches that take this path."""
+    stages = range(facts.stages)
+
+    def travel(by: int) -> tuple[float, ...]:
+        return tuple(
+            links[min(stage, stage + by)] if stage + by in stages and path[stage + by] != path[stage] else 0.0
+            for stage in stages
+        )
+
+    steps = {op: [by for _, by in asked] for op, (_, asked) in RULE.items()}
+    return {
+        op: (tuple((need, travel(by)) for need, by in zip(needs, steps[op], strict=True)), gives)
+        for op, (needs, gives) in facts.table.items()
+    }

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .actions import RULE, Action, Fact, Row
-from .errors import ScheduleError
+from .actions import RULE, Action, AnyAction, Fact, Row
 
 _KINDS = ("F", "I", "W")
 
@@ -57,12 +56,10 @@ class Facts:
         kind, stage = divmod(row, self.stages + 2)
         return Fact(_KINDS[kind], stage - 1, microbatch)  # type: ignore[arg-type]
 
-    def beyond(self) -> Iterator[range]:
-        """The indices of the stages before the first and after the last."""
-        for kind in range(len(_KINDS)):
-            for stage in (0, self.stages + 1):
-                first = (kind * (self.stages + 2) + stage) * self.microbatches
-                yield range(first, first + self.microbatches)
+    def at_first(self) -> bytearray:
+        """1 for every fact that is there before anything ran: those beyond the model's ends."""
+        edge, inside = b"\1" * self.microbatches, bytes(self.stages * self.microbatches)
+        return bytearray((edge + inside + edge) * len(_KINDS))
 
 
 class Blocked(NamedTuple):
@@ -90,62 +87,47 @@ class Walk(NamedTuple):
 def walk(rows: Sequence[Row], stages: int, microbatches: int) -> Walk:
     """Run every rank as far as it gets, again and again until all are done or all wait.
 
+    The numbers in the rows must be in range and no action there twice, as ``check.check_cells`` makes sure.
+
+    >>> from fpipe.actions import Action
     >>> rows = [(Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "F", 0), Action(1, "B", 0))]
     >>> list(walk(rows, stages=2, microbatches=1).order)
     [(0, 0), (1, 0), (1, 1), (0, 1)]
     """
     facts = Facts(stages, microbatches)
-    guard(rows, facts)
-    there = bytearray(facts.size)
-    for indices in facts.beyond():
-        there[indices.start : indices.stop] = b"\1" * len(indices)
-    table = facts.table
+    there, table = facts.at_first(), facts.table
     at = [0] * len(rows)
-    waiting: dict[int, list[int]] = {}
-    ready = list(range(len(rows) - 1, -1, -1))
     runs: list[tuple[int, int, int]] = []
-    lacks: dict[int, int] = {}
+    waiting: dict[int, list[int]] = {}  # fact -> the ranks that can go on once it is there
+    ready = list(range(len(rows) - 1, -1, -1))
+
+    def run(action: AnyAction) -> int:
+        """Run the action and return -1, or return a fact that it lacks."""
+        parts = (action,) if isinstance(action, Action) else action.parts  # the property of a plain action costs a call
+        for stage, op, microbatch in parts:
+            base = stage * microbatches + microbatch
+            for need in table[op][0]:
+                if not there[base + need]:
+                    return base + need
+        for stage, op, microbatch in parts:
+            base = stage * microbatches + microbatch
+            for made in table[op][1]:
+                there[base + made] = 1
+                if base + made in waiting:
+                    ready.extend(waiting.pop(base + made))
+        return -1
+
     while ready:
         rank = ready.pop()
-        start = at[rank]
-        position = start
-        missing = -1
-        for action in rows[rank][start:] if start else rows[rank]:
-            missing = _step(action, table, microbatches, there, waiting, ready)
-            if missing >= 0:
+        row, start, stop = rows[rank], at[rank], len(rows[rank])
+        for position in range(start, stop):
+            lacks = run(row[position])
+            if lacks >= 0:
+                waiting.setdefault(lacks, []).append(rank)
+                stop = position
                 break
-            position += 1
-        at[rank] = position
-        if position > start:
-            runs.append((rank, start, position))
-        if missing >= 0:
-            waiting.setdefault(missing, []).append(rank)
-            lacks[rank] = missing
-    return Walk(runs, tuple(Blocked(r, at[r], facts.fact(lacks[r])) for r in range(len(rows)) if at[r] < len(rows[r])))
-
-
-def _step(action, table, microbatches, there, waiting, ready) -> int:
-    for part in action.parts:
-        needs, _ = table[part[1]]
-        base = part[0] * microbatches + part[2]
-        for offset in needs:
-            if not there[base + offset]:
-                return base + offset
-    for part in action.parts:
-        base = part[0] * microbatches + part[2]
-        for offset in table[part[1]][1]:
-            there[base + offset] = 1
-            if base + offset in waiting:
-                ready.extend(waiting.pop(base + offset))
-    return -1
-
-
-def guard(rows: Sequence[Row], facts: Facts) -> None:
-    """Refuse numbers so far beyond the count of actions that a table of all facts would be mostly empty."""
-    actions = sum(map(len, rows))
-    if facts.size > 1_000_000 + 1_000 * actions:
-        raise ScheduleError(
-            f"{actions} actions cannot fill {facts.stages} stages and {facts.microbatches} microbatches; "
-            "number both from 0 without gaps",
-            rule="count",
-        )
+        at[rank] = stop
+        if stop > start:
+            runs.append((rank, start, stop))
+    blocked = sorted((rank, at[rank], facts.fact(fact)) for fact, ranks in waiting.items() for rank in ranks)
+    return Walk(runs, tuple(Blocked(*who) for who in blocked))
