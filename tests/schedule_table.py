@@ -20,6 +20,8 @@ class Family(NamedTuple):
     per_rank: tuple[int, ...]
     fused: bool = False  #: has fused actions
     split: bool = False  #: cuts backward into I and W
+    even: bool = False  #: needs an even count of ranks, or one
+    replicas: bool = False  #: every stage on two ranks
 
 
 TABLE = (
@@ -33,6 +35,9 @@ TABLE = (
     Family("Eager1F1B", (1, 2, 3, 4)),
     Family("ZBH1", (1, 2, 3, 4), split=True),
     Family("ZBH2", (1, 2, 3, 4), split=True),
+    Family("DualPipe", (1,), fused=True, split=True, even=True, replicas=True),
+    Family("Chimera", (1,), even=True, replicas=True),
+    Family("Hanayo", (2, 4)),
 )
 
 
@@ -63,4 +68,5 @@ def cases(
         if name is not None and family.name != name:
             continue
         counts = family.per_rank[:1] if wanted is None else [v for v in family.per_rank if v in wanted]
-        yield from (Case(family.name, p, m, p * v) for v in counts for p in ranks for m in microbatches)
+        allowed = [p for p in ranks if p == 1 or not (family.even and p % 2)]
+        yield from (Case(family.name, p, m, p * v) for v in counts for p in allowed for m in microbatches)

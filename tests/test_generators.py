@@ -154,6 +154,10 @@ def test_the_table_tells_the_truth_about_fused_and_split(family) -> None:
     actions = [action for row in make_schedule(family.name, 4, 16) for action in row]
     assert family.fused == any(len(action.parts) > 1 for action in actions)
     assert family.split == any(part.op == "I" for action in actions for part in action.parts)
+    assert family.replicas == make_schedule(family.name, 4, 16).placement.replicated
+    if family.even:
+        with pytest.raises(ScheduleError, match="take 2 or 4"):
+            make_schedule(family.name, 3, 16)
 
 
 def test_stages_beyond_one_a_rank_are_neighbours() -> None:
@@ -175,6 +179,7 @@ UNIT_COST = {
     "Eager1F1B": (93, None, 15),
     "ZBH1": (79, None, 8),
     "ZBH2": (79, 72, 15),
+    "DualPipe": (78, None, 9),
 }
 
 
@@ -191,7 +196,46 @@ def test_unit_cost(name: str) -> None:
         assert wanted is None or got == pytest.approx(wanted, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
+def test_chimera_idles_for_p_minus_2_passes() -> None:
+    for ranks in (2, 4, 6, 8):
+        for microbatches in range(ranks, 5 * ranks, 2):
+            timeline = make_schedule("Chimera", ranks, microbatches).simulate(Costs(F=1, B=1))
+            assert timeline.bubble == pytest.approx((ranks - 2) / (2 * microbatches + ranks - 2))
+            if microbatches % ranks == 0:
+                assert timeline.peak[: ranks // 2] == tuple(range(ranks // 2 + 1, ranks + 1))
+
+
+def test_hanayo_idles_for_one_crossing_a_wave() -> None:
+    for ranks in (1, 2, 3, 4, 8):
+        for waves in (1, 2, 3):
+            for microbatches in (ranks, ranks + 1, 2 * ranks, 3 * ranks + 2):
+                share = 1 / (2 * waves)
+                schedule = make_schedule("Hanayo", ranks, microbatches, stages=2 * waves * ranks)
+                timeline = schedule.simulate(Costs(F=share, B=share))
+                assert timeline.total == pytest.approx(2 * microbatches + (ranks - 1) * 2 * share)
+                assert max(timeline.peak) * share <= ranks or microbatches % ranks
+
+
+#: ranks, microbatches; ms of F, I, W and of the link -> bubble of 1F1B, ZB-H1, ZB-H2 (zero bubble paper, tables 5, 6)
+PAPER = {
+    (8, 24, 18.522, 18.086, 9.337, 0.601): (0.2431, 0.1585, 0.1083),
+    (8, 32, 18.513, 18.086, 9.331, 0.626): (0.1985, 0.1242, 0.0837),
+    (8, 64, 18.546, 18.097, 9.321, 0.762): (0.1240, 0.0674, 0.0444),
+    (8, 24, 29.718, 29.444, 19.927, 0.527): (0.2347, 0.1323, 0.0698),
+    (16, 48, 11.347, 11.248, 8.132, 0.377): (0.2552, 0.1397, 0.0672),
+    (32, 96, 10.419, 10.207, 7.715, 0.408): (0.2646, 0.1421, 0.0641),
+}
+
+
+@pytest.mark.parametrize("row", PAPER)
+def test_bubbles_of_the_zero_bubble_paper(row) -> None:
+    ranks, microbatches, f, i, w, link = row
+    for name, rate in zip(("1F1B", "ZBH1", "ZBH2"), PAPER[row], strict=True):
+        timeline = make_schedule(name, ranks, microbatches).simulate(Costs(F=f, I=i, W=w, comm=link))
+        assert round(timeline.bubble, 4) == rate, name
+
+
+@pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble", "DualPipeV", "DualPipe", "Chimera", "Hanayo"])
 def test_fewer_microbatches_never_take_longer(name: str) -> None:
     """Schedules that are drawn for more microbatches than there are must not pay for those that are left out."""
     totals = [unit_cost(name, 4, m)[0] for m in range(1, 12)]
@@ -247,6 +291,8 @@ def test_counts_that_are_no_counts(what: str, bad) -> None:
         ("Interleaved1F1B", 3, "stages=4"),
         ("ZBV", 4, "stages=8"),
         ("DualPipeV", 16, "stages=8"),
+        ("DualPipe", 8, "stages=4"),
+        ("Hanayo", 12, "stages=8 or 16"),
     ],
 )
 def test_stages_that_do_not_fit(name: str, stages: int, remedy: str) -> None:

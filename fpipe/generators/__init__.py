@@ -15,8 +15,10 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 from ..errors import ScheduleError
 from ..schedule import Schedule
-from .dualpipe import make_dual_pipe_v
+from .chimera import make_chimera
+from .dualpipe import make_dual_pipe, make_dual_pipe_v
 from .gpipe import make_gpipe
+from .hanayo import make_hanayo
 from .interleaved import make_interleaved_one_f_one_b, make_looped_bfs
 from .one_f_one_b import make_eager_one_f_one_b, make_one_f_one_b
 from .zbv import make_zbv
@@ -33,7 +35,8 @@ class _Entry(NamedTuple):
     name: str
     make: Callable[[int, int, int], Schedule]
     per_rank: int = 1  #: by default
-    exactly: bool = False  #: and no other number
+    step: int = 1  #: any multiple of this
+    exactly: bool = False  #: or no other number than the default
 
 
 _TABLE = (
@@ -47,6 +50,9 @@ _TABLE = (
     _Entry("Eager1F1B", make_eager_one_f_one_b),
     _Entry("ZBH1", make_zb_h1),
     _Entry("ZBH2", make_zb_h2),
+    _Entry("DualPipe", make_dual_pipe, 1, exactly=True),
+    _Entry("Chimera", make_chimera, 1, exactly=True),
+    _Entry("Hanayo", make_hanayo, 2, step=2),
 )
 _ALSO = {"ZBV": "ZBVZeroBubble"}
 
@@ -157,16 +163,15 @@ def _stages(entry: _Entry, ranks: int, stages: int | None) -> int:
     wanted = ranks * entry.per_rank
     if entry.exactly and stages != wanted:
         raise ScheduleError(
-            f"{entry.name} puts exactly {entry.per_rank} stages on a rank: {ranks} ranks take {wanted} stages, "
-            f"not {stages}; give stages={wanted} or leave it out",
+            f"{entry.name} takes {wanted} stages on {ranks} ranks, not {stages}; give stages={wanted} or leave it out",
             rule="stages",
         )
-    if stages % ranks:
-        below, above = stages // ranks * ranks, (stages // ranks + 1) * ranks
-        fits = f"{below} or {above}" if below else f"{above}"
+    unit = ranks * entry.step
+    if stages % unit:
+        above = -(-stages // unit) * unit
+        fits = f"{above - unit} or {above}" if above > unit else f"{above}"
         raise ScheduleError(
-            f"{entry.name} puts equally many stages on each rank: {stages} do not fit on {ranks} ranks; "
-            f"give stages={fits}",
+            f"{entry.name} takes a multiple of {unit} stages on {ranks} ranks, not {stages}; give stages={fits}",
             rule="stages",
         )
     return stages

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import TypeAlias
 
 from ..actions import Action, AnyAction, Fused, Op, Placement, Row
@@ -73,20 +73,31 @@ def deal(word: Iterable[str], tapes: Mapping[str, Tape]) -> Row:
     return tuple([next(tapes[letter]) for letter in word])
 
 
-def keep(rows: Iterable[Row], microbatches: range) -> tuple[Row, ...]:
-    """The rows with only these microbatches, numbered from 0; a fused action that loses parts keeps the others.
+def evenly(microbatches: range, parts: int) -> list[range]:
+    """A range cut in parts as even as can be, the larger ones first.
+
+    >>> evenly(range(8), 3)
+    [range(0, 3), range(3, 6), range(6, 8)]
+    """
+    size, larger = divmod(len(microbatches), parts)
+    cuts = [k * size + min(k, larger) for k in range(parts + 1)]
+    return [microbatches[a:b] for a, b in pairwise(cuts)]
+
+
+def keep(rows: Iterable[Row], microbatches: Sequence[int]) -> tuple[Row, ...]:
+    """The rows with only these microbatches, numbered anew from 0; a fused action that loses parts keeps the others.
 
     Microbatches need nothing of each other, so a valid schedule stays valid when some are left out. A schedule that is
     drawn for many microbatches becomes, this way, one for few.
 
-    >>> keep([deal("FFBB", tapes(0, 2))], range(1, 2))
+    >>> keep([deal("FFBB", tapes(0, 2))], [1])
     ((0F0, 0B0),)
     """
-    first = microbatches.start
+    number = {old: new for new, old in enumerate(microbatches)}
     kept = []
     for row in rows:
         parts = [
-            tuple(Action(p.stage, p.op, p.microbatch - first) for p in action.parts if p.microbatch in microbatches)
+            tuple(p._replace(microbatch=number[p.microbatch]) for p in action.parts if p.microbatch in number)
             for action in row
         ]
         kept.append(tuple(some[0] if len(some) == 1 else Fused(some) for some in parts if some))

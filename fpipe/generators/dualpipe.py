@@ -1,10 +1,10 @@
-"""DualPipeV: a forward and a backward run as one, so that each hides the other's communication.
+"""DualPipe and DualPipeV: a forward and a backward run as one, so that each hides the other's communication.
 
 DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (arXiv:2412.19437), and the DualPipe repository published with it;
 the V is DualPipe cut in half.
 
-The model goes down the ranks and up again; capitals are a rank's first chunk, small letters its second. ``X`` is F and
-b as one, ``Y`` is f and B as one. Three ranks, seven microbatches, phase by phase:
+DualPipeV: the model goes down the ranks and up again; capitals are a rank's first chunk, small letters its second.
+``X`` is F and b as one, ``Y`` is f and B as one. Three ranks, seven microbatches, phase by phase:
 
     rank 0   FFFF  Ff      iWfiWf  XYXY      bYbY  bI      WIWI  W
     rank 1   FF    FfFf    iWf     XYXYXY    bY    bBiI    WI    WW
@@ -13,16 +13,26 @@ b as one, ``Y`` is f and B as one. Three ranks, seven microbatches, phase by pha
 The Ws leave first in, first out. All of this is there when there are two microbatches a rank; with fewer, it is drawn
 for that many and the first ones are left out (with the last ones left out it would be slower), and a fused action that
 loses a half becomes the other half.
+
+DualPipe: the model stands on the ranks twice, once in each direction, and half of the microbatches go each way. Each
+half of the ranks, from its outer end inwards, runs the words above with capitals for the direction that enters at that
+end. Six ranks run the words of three, each half its own:
+
+    stages   0 and 5 | 1 and 4 | 2 and 3 | 3 and 2 | 4 and 1 | 5 and 0     of the microbatches going down and up
+    word     rank 0's  rank 1's  rank 2's  rank 2's  rank 1's  rank 0's
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ..actions import Action, Placement, Row
+from ..errors import ScheduleError
 from ..schedule import Schedule
 from ._words import Tape, deal, fused, keep, oldest, queueing, tape
+from .one_f_one_b import make_one_f_one_b
 
 
 def make_dual_pipe_v(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -32,10 +42,40 @@ def make_dual_pipe_v(ranks: int, microbatches: int, stages: int) -> Schedule:
     [0F0, 1F0, 0F1, 1B0, (1F1;0B0)OVERLAP_F_B, (0F2;1B1)OVERLAP_F_B, (1F2;0B1)OVERLAP_F_B, 1B2, 0I2, 0W2]
     """
     drawn = max(2 * ranks, microbatches)
-    rows = tuple(_row(_word(ranks, r, drawn), r, stages - 1 - r, range(drawn)) for r in range(ranks))
+    batches = range(drawn)
+    rows = tuple(_row(_word(ranks, r, drawn), (r, batches), (stages - 1 - r, batches)) for r in range(ranks))
     if drawn > microbatches:
-        rows = keep(rows, range(drawn - microbatches, drawn))
+        rows = keep(rows, batches[drawn - microbatches :])
     return Schedule(rows, Placement.v(ranks), microbatches, "DualPipeV")
+
+
+def make_dual_pipe(ranks: int, microbatches: int, stages: int) -> Schedule:
+    """DualPipe; every stage on two ranks. Of an odd count of microbatches one more goes down than up.
+
+    >>> print(make_dual_pipe(2, 2, 2))
+    [0F0, 1F1, 1B1, 0I0, 0W0]
+    [0F1, 1F0, 1B0, 0I1, 0W1]
+    """
+    if ranks == 1:
+        return replace(make_one_f_one_b(1, microbatches, 1), name="DualPipe")
+    if ranks % 2:
+        raise ScheduleError(
+            f"DualPipe pairs ranks from both ends, and {ranks} ranks are odd; "
+            f"take {ranks - 1} or {ranks + 1}, or DualPipeV",
+            rule="ranks",
+        )
+    going_up = microbatches // 2
+    drawn = max(ranks, microbatches - going_up)
+    down, up = range(drawn), range(drawn, 2 * drawn)
+    words = [_word(ranks // 2, near, drawn) for near in range(ranks // 2)]
+    upper = [_row(word, (r, down), (ranks - 1 - r, up)) for r, word in enumerate(words)]
+    lower = [_row(word, (r, up), (ranks - 1 - r, down)) for r, word in enumerate(words)]
+    kept = (*down[going_up - microbatches :], *up[len(up) - going_up :])
+    rows = tuple(upper + lower[::-1])
+    if len(kept) < 2 * drawn:
+        rows = keep(rows, kept)
+    placement = Placement.bidirectional(ranks, microbatches, up=range(microbatches - going_up, microbatches))
+    return Schedule(rows, placement, microbatches, "DualPipe")
 
 
 def _word(p: int, r: int, m: int) -> str:
@@ -49,10 +89,11 @@ def _word(p: int, r: int, m: int) -> str:
     return "F" * (2 * gap) + "Ff" * near + "iWf" * gap + main + "bY" * gap + turn + "WI" * gap + "W" * near
 
 
-def _row(word: str, first: int, second: int, batches: range) -> Row:
+def _row(word: str, first: tuple[int, range], second: tuple[int, range]) -> Row:
+    """The row of a rank, from (stage, microbatches) of its two chunks."""
     queue: deque[Action] = deque()
-    f0, b0, i0 = _chunk(first, batches, queue)
-    f1, b1, i1 = _chunk(second, batches, queue)
+    f0, b0, i0 = _chunk(*first, queue)
+    f1, b1, i1 = _chunk(*second, queue)
     hand: dict[str, Tape] = {"F": f0, "B": b0, "I": i0, "f": f1, "b": b1, "i": i1, "W": oldest(queue)}
     return deal(word, hand | {"X": fused(f0, b1), "Y": fused(f1, b0)})
 

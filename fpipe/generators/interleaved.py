@@ -18,23 +18,18 @@ parameters are needed only twice, which suits sharded ones.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from ..actions import Placement
 from ..schedule import Schedule
-from ._words import deal, tape
+from ._words import deal, evenly, tape
 
 
 def groups(microbatches: int, ranks: int) -> list[range]:
-    """Microbatches in groups of ``ranks`` or a little more, as even as can be, the larger ones first.
+    """Microbatches in groups of ``ranks`` or a little more.
 
     >>> groups(10, 4), groups(3, 4)
     ([range(0, 5), range(5, 10)], [range(0, 3)])
     """
-    rounds = max(1, microbatches // ranks)
-    size, larger = divmod(microbatches, rounds)
-    starts = [k * size + min(k, larger) for k in range(rounds + 1)]
-    return [range(a, b) for a, b in pairwise(starts)]
+    return evenly(range(microbatches), max(1, microbatches // ranks))
 
 
 def group_order(microbatches: int, ranks: int, chunks: int) -> list[tuple[int, int]]:

@@ -1,0 +1,88 @@
+"""Chimera: two pipelines in opposite directions, each in the gaps of the other.
+
+Li and Hoefler, "Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional Pipelines", 2021
+(arXiv:2107.06925). The model stands on the ranks twice; half of the microbatches go down and half up, p in a unit.
+With a forward as long as a backward, microbatch i of a unit goes down through stage s at s + 2i and comes back at
+2p - 1 - s + 2i, and those that go up take the other parity. Two units for 4 ranks; capitals are the direction that
+enters at the nearer end, and each unit's last backwards lie among the next unit's first forwards:
+
+    rank 0   F F f b f b B F B F f b f b B B
+    rank 1   F f F f b B b F B f F f b B b B
+    rank 2   as rank 1 }
+    rank 3   as rank 0 }  with both directions changed
+
+So a row is two streams, one for each parity: F of the unit and then b, and f and then B. Where m is no multiple of p
+the units are a little larger, which costs no time; for fewer than p microbatches a unit is drawn and the last ones are
+left out. At F = B a rank idles for p - 2 passes; it holds p/2 + 1 (the outermost) to p activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from ..actions import Action, Op, Placement, Row
+from ..errors import ScheduleError
+from ..schedule import Schedule
+from ._words import deal, evenly, keep, tape
+from .one_f_one_b import make_one_f_one_b
+
+Leg: TypeAlias = tuple[int, Op, Sequence[range]]  #: stage, op, the microbatches of each unit
+
+
+def make_chimera(ranks: int, microbatches: int, stages: int) -> Schedule:
+    """Chimera; every stage on two ranks. Of an odd count of microbatches one more goes down than up.
+
+    >>> print(make_chimera(2, 2, 2))
+    [0F0, 1F1, 1B1, 0B0]
+    [0F1, 1F0, 1B0, 0B1]
+    """
+    if ranks == 1:
+        return replace(make_one_f_one_b(1, microbatches, 1), name="Chimera")
+    if ranks % 2:
+        raise ScheduleError(
+            f"Chimera pairs ranks from both ends, and {ranks} ranks are odd; take {ranks - 1} or {ranks + 1}",
+            rule="ranks",
+        )
+    going_up = microbatches // 2
+    going_down = microbatches - going_up
+    half, drawn = ranks // 2, max(going_down, ranks // 2)
+    units = max(1, going_up // half)
+    down, up = evenly(range(drawn), units), evenly(range(drawn, drawn + max(going_up, half)), units)
+    rows = []
+    for near in range(half):
+        rows.append(_row(near, ranks - 1 - near, down, up))
+        rows.append(_row(near, ranks - 1 - near, up, down))
+    rows = (*rows[::2], *rows[:0:-2])
+    if microbatches < ranks:
+        rows = keep(rows, (*range(going_down), *range(drawn, drawn + going_up)))
+    placement = Placement.bidirectional(ranks, microbatches, up=range(going_down, microbatches))
+    return Schedule(rows, placement, microbatches, "Chimera")
+
+
+def _row(near: int, far: int, first: Sequence[range], second: Sequence[range]) -> Row:
+    """The row of a rank that is stage ``near`` of the direction ``first`` and stage ``far`` of the other."""
+    even: list[Leg] = [(near, "F", first), (far, "B", second)]
+    odd: list[Leg] = [(far, "F", second), (near, "B", first)]
+    count = sum(map(len, first)) + sum(map(len, second))
+    return two_streams((far + 1 - near) // 2, count, stream(even), stream(odd))
+
+
+def stream(legs: Iterable[Leg]) -> Iterator[Action]:
+    """All legs for one unit after another.
+
+    >>> list(stream([(0, "F", [range(0, 2), range(2, 3)]), (3, "B", [range(0, 2), range(2, 3)])]))
+    [0F0, 0F1, 3B0, 3B1, 0F2, 3B2]
+    """
+    parts = [[tape(stage, op, unit) for unit in units] for stage, op, units in legs]
+    return (action for unit in zip(*parts, strict=True) for leg in unit for action in leg)
+
+
+def two_streams(lead: int, count: int, even: Iterator[Action], odd: Iterator[Action]) -> Row:
+    """Two streams of ``count`` actions in the order of 1F1B: ``lead`` of the first, then one of each, then the rest.
+
+    >>> two_streams(1, 2, tape(0, "F", range(2)), tape(0, "B", range(2)))
+    (0F0, 0B0, 0F1, 0B1)
+    """
+    return deal("E" * lead + "OE" * (count - lead) + "O" * lead, {"E": even, "O": odd})
