@@ -15,13 +15,17 @@ __version__ = "0.1.0"
 
 #: module -> the public names that it brings, parted by blanks. The block below tells type checkers the same.
 _TABLE = {
+    "_pipeline": "Pipeline grad pipeline value_and_grad vjp weighted",
     "actions": "Action Fused Placement",
     "collectives.local": "local",
     "errors": "ActionError BatchError DeadlockError FpipeError GroupError LaunchError MismatchError PeerError"
     " ScheduleError StageError StalledError TraceError UnsupportedError WeaveError",
+    "microbatch": "Microbatches",
     "generators": "make_schedule register_schedule schedule_names",
     "schedule": "Schedule",
     "simulate": "Costs",
+    "stage": "Programs Stage remat",
+    "tracing": "trace",
     "timeline": "Timeline",
 }
 #: modules and packages that are public by their own name, as in ``fpipe.errors``
@@ -31,6 +35,12 @@ _FACE = {name: module for module, names in _TABLE.items() for name in names.spli
 
 if TYPE_CHECKING:
     from . import errors as errors
+    from ._pipeline import Pipeline as Pipeline
+    from ._pipeline import grad as grad
+    from ._pipeline import pipeline as pipeline
+    from ._pipeline import value_and_grad as value_and_grad
+    from ._pipeline import vjp as vjp
+    from ._pipeline import weighted as weighted
     from .actions import Action as Action
     from .actions import Fused as Fused
     from .actions import Placement as Placement
@@ -52,9 +62,14 @@ if TYPE_CHECKING:
     from .generators import make_schedule as make_schedule
     from .generators import register_schedule as register_schedule
     from .generators import schedule_names as schedule_names
+    from .microbatch import Microbatches as Microbatches
     from .schedule import Schedule as Schedule
     from .simulate import Costs as Costs
+    from .stage import Programs as Programs
+    from .stage import Stage as Stage
+    from .stage import remat as remat
     from .timeline import Timeline as Timeline
+    from .tracing import trace as trace
 else:
     __all__ = sorted({*_FACE, *_MODULES.split()})
 

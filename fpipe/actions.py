@@ -111,7 +111,8 @@ class Placement:
 
     ``paths[k][s]`` is the rank that runs stage ``s`` for the microbatches of route ``k``; ``route[m]`` is the path
     of microbatch ``m``. One path and an empty route say that no stage has a second home. A stage that stands on
-    different ranks in different paths has replicas (DualPipe, Chimera).
+    different ranks in different paths has replicas (DualPipe, Chimera). Paths that no microbatch takes are left out,
+    and the others stand in the order in which they are taken, so that equal placements compare equal.
 
     >>> Placement.v(2)
     Placement(0: [0, 3], 1: [1, 2])
@@ -139,6 +140,10 @@ class Placement:
             raise ScheduleError("several paths need a route: one path index per microbatch", rule="placement")
         if any(not 0 <= k < len(self.paths) for k in self.route):
             raise ScheduleError("a route names a path that the placement does not have", rule="placement")
+        taken = list(dict.fromkeys(self.paths[k] for k in self.route)) or [self.paths[0]]
+        route = tuple(taken.index(self.paths[k]) for k in self.route) if len(taken) > 1 else ()
+        object.__setattr__(self, "paths", tuple(taken))
+        object.__setattr__(self, "route", route)
 
     # ---- constructors -------------------------------------------------------------------------------------------
     @classmethod

@@ -248,12 +248,13 @@ def _maker(cell: AnyAction, fact: Fact) -> Action:
 
 def _circle(rows: Sequence[Row], blocked: dict[int, Blocked], makers: dict[Fact, tuple[int, int]]) -> ScheduleError:
     """Go from a rank that waits to the one it waits for, until one comes twice."""
-    path: list[int] = []
+    seen: dict[int, None] = {}
     rank = min(blocked)
-    while rank not in path:
-        path.append(rank)
+    while rank not in seen:
+        seen[rank] = None
         rank = makers[blocked[rank].lacks][0]
-    circle = path[path.index(rank) :]
+    circle = list(seen)
+    circle = circle[circle.index(rank) :]
     start = circle.index(min(circle))
     circle = circle[start:] + circle[:start]
     lines = []

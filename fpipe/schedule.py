@@ -14,7 +14,7 @@ from functools import cached_property
 from os import PathLike
 from pathlib import Path
 
-from .actions import AnyAction, Fused, Placement, Row, plain
+from .actions import Action, AnyAction, Fused, Placement, Row, plain
 from .check import check_rows
 from .errors import ScheduleError
 from .simulate import Costs, simulate_rows
@@ -22,7 +22,7 @@ from .text import format_csv, format_rows, parse_csv, parse_rows
 from .timeline import Timeline
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Schedule:
     """One tuple of actions per rank, and where the stages live.
 
@@ -46,11 +46,24 @@ class Schedule:
         if not rows:
             raise ScheduleError("a schedule needs at least one rank; give one row of actions per rank", rule="ranks")
         object.__setattr__(self, "rows", rows)
-        if self.placement is None:
-            object.__setattr__(self, "placement", Placement.from_rows(rows))
-        if self.microbatches < 0:
-            count = max((a.microbatch for row in rows for a in plain(row)), default=-1) + 1
-            object.__setattr__(self, "microbatches", count)
+        try:
+            _refuse_strange(rows)
+            if self.placement is None:
+                object.__setattr__(self, "placement", Placement.from_rows(rows))
+            if self.microbatches == -1:
+                count = max((part.microbatch for row in rows for part in plain(row)), default=-1) + 1
+                object.__setattr__(self, "microbatches", count)
+        except (TypeError, AttributeError):
+            raise ScheduleError(
+                "the stages and microbatches of actions must be integers, and the parts of a Fused be actions",
+                rule="action",
+            ) from None
+        if not isinstance(self.microbatches, int) or self.microbatches < 0:
+            raise ScheduleError(f"microbatches={self.microbatches!r} must be a count of 0 or more", rule="range")
+
+    def __repr__(self) -> str:
+        name = f"{self.name}, " if self.name else ""
+        return f"Schedule({name}ranks={self.ranks}, microbatches={self.microbatches}, stages={self.stages})"
 
     # ---- questions ----------------------------------------------------------------------------------------------
     @property
@@ -103,6 +116,8 @@ class Schedule:
             raise ScheduleError(f"cannot read {path}: {error.strerror}; give the path of a CSV file") from error
         except UnicodeDecodeError as error:
             raise ScheduleError(f"{path} is not text (byte {error.start}); give a CSV of actions") from error
+        except ValueError as error:  # a NUL in the path
+            raise ScheduleError(f"cannot read {str(path)!r}: {error}; give the path of a CSV file") from error
         return cls(parse_csv(text), name=Path(path).stem)
 
     # ---- parts --------------------------------------------------------------------------------------------------
@@ -128,6 +143,16 @@ class Schedule:
     def simulate(self, costs: Costs | None = None) -> Timeline:
         """When each action would run, and what each rank would hold."""
         return simulate_rows(self.rows, self.placement, self.microbatches, costs or Costs(), name=self.name)
+
+
+def _refuse_strange(rows: Sequence[Row]) -> None:
+    for row in rows:
+        if not set(map(type, row)) <= {Action, Fused}:
+            cell = next(cell for cell in row if type(cell) not in (Action, Fused))
+            raise ScheduleError(
+                f"{str(cell)[:40]!r} is not an action; give Action(stage, op, microbatch), or text to Schedule.parse",
+                rule="action",
+            )
 
 
 def _shrink(row: Sequence[AnyAction], wanted: frozenset[str]) -> Iterator[AnyAction]:

@@ -173,11 +173,10 @@ def _numbers(name: str, value: Any) -> float | tuple[float, ...] | None:
             value = [value[stage] for stage in range(len(value))]
         except KeyError:
             raise _refuse(f"{name} must name every stage from 0 on, without gaps") from None
-    elif hasattr(value, "tolist"):
-        value = value.tolist()  # an array or a tensor
-    many = isinstance(value, Sequence) and not isinstance(value, str)
-    numbers = tuple(_number(name, number) for number in (value if many else (value,)))
-    return numbers if many else numbers[0]
+    value = getattr(value, "tolist", lambda: value)()  # an array or a tensor
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(_number(name, number) for number in value)
+    return _number(name, value)
 
 
 def _number(name: str, value: Any) -> float:

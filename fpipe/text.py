@@ -22,6 +22,7 @@ _ACTION = re.compile(f"{_NUMBER}([FBIW]){_NUMBER}")
 _DROPPED = re.compile(f"{_NUMBER}(?:(?:SEND|RECV)_[FB]{_NUMBER}|(?:UNSHARD|RESHARD|REDUCE_GRAD)(?:{_NUMBER})?)")
 _FUSED_END = ")OVERLAP_F_B"
 _BLANK = " \t"
+_MOST_RANKS = 100_000
 _EXPECTED = "an action such as 2F0 (stage, one of F B I W, microbatch) or (2F1;3B0)OVERLAP_F_B"
 
 
@@ -52,9 +53,9 @@ def parse_rows(text: str) -> tuple[Row, ...]:
     >>> parse_rows("[0F0, 0F1junk]")
     Traceback (most recent call last):
         ...
-    fpipe.errors.ScheduleError: line 1, column 7: expected ',' or the end after 0F1, but found 'junk'
+    fpipe.errors.ScheduleError: line 1, column 10: expected ',' or the end after 0F1, but found 'junk'
         [0F0, 0F1junk]
-              ^^^^^^^
+                 ^^^^
     """
     rows: list[Row] = []
     for number, line in enumerate(_lines(text), 1):
@@ -65,9 +66,9 @@ def parse_rows(text: str) -> tuple[Row, ...]:
         start = line.index(body[0])
         if body[0] != "[":
             raise place.error(start, start + 1, "a '[' that opens the actions of a rank")
-        if body[-1] != "]" or len(body) < 2:
+        if body[-1] != "]":
             end = start + len(body)
-            raise place.error(end - 1, end, "a ']' that closes the actions of the rank")
+            raise place.error(end, end + 1, "a ']' that closes the actions of the rank", "the end of the line")
         inside = body[1:-1]
         rows.append(tuple(_cells(inside, place, start + 1, csv=False)) if inside.strip(_BLANK) else ())
     return tuple(rows)
@@ -88,7 +89,10 @@ def parse_csv(text: str) -> tuple[Row, ...]:
 
 
 def _lines(text: str) -> list[str]:
-    return text.replace("\r\n", "\n").split("\n")
+    lines = text.replace("\r\n", "\n").split("\n")
+    if len(lines) > _MOST_RANKS:
+        raise ScheduleError(f"{len(lines)} lines are no schedule: one line is one rank", rule="text")
+    return lines
 
 
 class _Place:
@@ -101,7 +105,7 @@ class _Place:
 
     def error(self, start: int, end: int, expected: str, found: str = "", position: int | None = None) -> ScheduleError:
         """Expected this, but found that; columns ``start`` to ``end`` are marked under the line."""
-        what = _clip(found or self.line[start:end])
+        what = found if found.startswith("the ") else _clip(found or self.line[start:end])
         where = f"line {self.number}, column {start + 1}"
         left = max(0, start - 30)
         shown = "".join(c if c.isprintable() else "?" for c in self.line[left : start + 50])
@@ -163,7 +167,7 @@ def _bad(word: str, place: _Place, column: int, position: int) -> ScheduleError:
     if match := _ACTION.match(word):
         rest = word[match.end() :]
         if not rest[0].isdigit():
-            return place.error(column, end, f"',' or the end after {match[0]}", rest, position)
+            return place.error(end - len(rest), end, f"',' or the end after {match[0]}", position=position)
     if _DROPPED.fullmatch(word):
         return place.error(column, end, "only compute here (lowering puts communication in)", word, position)
     if re.search("[0-9]{7}", word[:60]):

@@ -89,6 +89,10 @@ class LocalGroup:
         channel.asked += 1
         return _Receipt(channel, channel.asked - 1, specs)
 
+    def reset(self) -> None:
+        """Forget what is under way: after an error, the next run starts with empty channels."""
+        self._channels.clear()
+
     def flush(self) -> None:
         """Sends are done at once."""
 

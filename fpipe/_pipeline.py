@@ -1,0 +1,310 @@
+"""``fpipe.pipeline``: stages, a schedule and a loss as one function, and the transforms of it.
+
+A call abstracts its arguments, finds (or makes) the plans for that signature, lays the values into registers, drives
+the ranks that live here, and gathers what stands in the registers at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from . import tree
+from .calls import Call, functional
+from .collectives.group import Group
+from .collectives.local import local
+from .errors import StageError
+from .feed import Feeder
+from .generators import make_schedule
+from .microbatch import Microbatches
+from .resolve import Recipe, Resolved, loss_sides
+from .schedule import Schedule
+from .stage import Engine, Stage, as_stage
+
+Outputs = Literal["zeros", "everywhere", "last"]
+Reduction = Any  # "mean", "sum" or a Weighted
+
+
+class Weighted:
+    """A reduction that weighs each microbatch's loss; see ``weighted``."""
+
+    def __init__(self, fn: Callable[..., Any]):
+        self.fn = fn
+
+
+def weighted(fn: Callable[..., Any]) -> Weighted:
+    """Weigh each microbatch's mean loss by ``fn(*targets)`` over the sum of all, known before the first backward.
+
+    >>> weighted(lambda target: (target >= 0).sum()).fn(torch.tensor([1, -1]))
+    tensor(1)
+    """
+    return Weighted(fn)
+
+
+class Pipeline:
+    """A pipeline: a function of (params, x, *targets). Made by ``fpipe.pipeline``."""
+
+    def __init__(
+        self, stages: Sequence[Callable[..., Any] | Stage], schedule: Any, *, loss: Callable[..., Any] | None,
+        microbatches: int | None, group: Group, reduction: Reduction, seed: int | None, frozen: Sequence[str],
+        tied: Sequence[Sequence[str]], outputs: Outputs, accumulate: torch.dtype | None, engine: Engine,
+        compile: str | None,
+    ):  # fmt: skip
+        self.loss, self.microbatches, self.group = loss, microbatches, group
+        self.reduction, self.seed, self.outputs, self.accumulate = reduction, seed, outputs, accumulate
+        made = [as_stage(stage) for stage in stages]
+        self.functions = tuple(_settled(stage, engine, compile) for stage in made)
+        self.stages = len(made)
+        self.frozen = (*frozen, *(f"{s}.{p}" for s, stage in enumerate(made) for p in stage.frozen))
+        self.tied = _ties(made, tied)
+        self._schedule, self._schedules = schedule, dict[int, Schedule]()
+        if isinstance(schedule, Schedule) and microbatches is None:
+            self.microbatches = microbatches = schedule.microbatches
+        self._phases: dict[int, Schedule] = {}
+        self.cache: dict[Any, Resolved] = {}
+        self._feeders: dict[int, tuple[Resolved, dict[int, Feeder]]] = {}
+        self.debugging = False
+        self.placement = self.schedule(microbatches or max(2 * group.size, 1)).placement
+        self.here = tuple(s for s in range(self.stages) if any(r in group.here for r in self.placement.ranks_of(s)))
+
+    # ---- questions ----------------------------------------------------------------------------------------------
+    def schedule(self, microbatches: int) -> Schedule:
+        """The checked schedule for a number of microbatches."""
+        found = self._schedules.get(microbatches)
+        if found is None:
+            found = self._schedules[microbatches] = _fitting(self._schedule, self, microbatches)
+        return found
+
+    def phased(self, microbatches: int) -> Schedule:
+        """The same schedule with every rank's forwards before its backwards."""
+        found = self._phases.get(microbatches)
+        if found is None:
+            base = self.schedule(microbatches)
+            first, rest = base.only("F"), base.only("BIW")
+            rows = tuple((*f, *b) for f, b in zip(first, rest, strict=True))
+            found = self._phases[microbatches] = Schedule(rows, base.placement, base.microbatches, base.name)
+        return found
+
+    def feeders(self, resolved: Resolved) -> dict[int, Feeder]:
+        """Where fed values come from, by rank."""
+        found = self._feeders.get(id(resolved))
+        if found is None:
+            made = {r: Feeder(b.plan, resolved, self.group.device(r)) for r, b in resolved.bound.items()}
+            found = self._feeders[id(resolved)] = (resolved, made)
+        return found[1]
+
+    @property
+    def output_rank(self) -> int:
+        """The rank that holds the last stage (its first home, where it has several)."""
+        return self.placement.rank_of(self.stages - 1)
+
+    def recipe(self, has_aux: bool) -> Recipe:
+        """What the cold path needs."""
+        return Recipe(self.functions, self.loss, has_aux, self.group, self.tied, self.accumulate)
+
+    @property
+    def sides(self) -> tuple[tuple[str, ...], ...]:
+        """The side inputs of every stage, and of the loss at the end."""
+        return (*(stage.sides for stage in self.functions), loss_sides(self.loss))
+
+    def all_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of a tensor over the pipeline's processes."""
+        return self.group.all_reduce(tensor)
+
+    def gather(self, obj: object) -> list[Any]:
+        """What every process of the pipeline passed, by rank."""
+        return self.group.gather_objects(obj)
+
+    # ---- use ----------------------------------------------------------------------------------------------------
+    def place(self, params: Sequence[Any]) -> list[Any]:
+        """The parameters of the stages that live here, on their rank's device; ``None`` for the others."""
+        self.check_params(params)
+        out: list[Any] = [None] * self.stages
+        for stage in self.here:
+            rank = next(r for r in self.placement.ranks_of(stage) if r in self.group.here)
+            device = self.group.device(rank)
+            move = lambda leaf, device=device: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
+            out[stage] = tree.tree_map(move, params[stage])
+        return out
+
+    def check_params(self, params: Any) -> None:
+        """Raise StageError where params is not one entry per stage."""
+        if not isinstance(params, (list, tuple)) or len(params) != self.stages:
+            got = f"{len(params)} entries" if isinstance(params, (list, tuple)) else f"a {type(params).__name__}"
+            raise StageError(
+                f"params must be a list with one pytree for each of the {self.stages} stages, in stage order; got {got}"
+            )
+
+    def __call__(self, params: Any, x: Any, *targets: Any, seed: int | None = None, **side: Any) -> Any:
+        """Forward only: the loss, or without one the outputs. No graph, nothing saved."""
+        if functional(params):
+            return Call(self, params, x, targets, side, mode="forward").plainly()
+        return Call(self, params, x, targets, side, mode="forward", seed=seed).forward()
+
+    def plan(self, params: Any, x: Any, *targets: Any, **side: Any) -> Plans:
+        """What each rank here will run for these arguments, and its peak memory; print it."""
+        mode = "grad" if self.loss is not None else "vjp"
+        return Plans(Call(self, params, x, targets, side, mode=mode).resolved())
+
+    def __repr__(self) -> str:
+        name = self._schedule if isinstance(self._schedule, str) else getattr(self._schedule, "name", "custom")
+        return f"<fpipe pipeline: {self.stages} stages, schedule {name}, {self.group!r}>"
+
+
+class Plans:
+    """The plans of the ranks that live here, by rank; ``peak`` gives each one's most bytes."""
+
+    def __init__(self, resolved: Resolved):
+        self.by_rank = resolved.plans
+        self.peak = {rank: plan.peak for rank, plan in self.by_rank.items()}
+
+    def __getitem__(self, rank: int) -> Any:
+        return self.by_rank[rank]
+
+    def __str__(self) -> str:
+        head = ["rank  instructions  slots  peak bytes"]
+        head += [
+            f"{r:4d}  {len(p.instructions):12d}  {p.slots:5d}  {p.peak:10,d}" for r, p in sorted(self.by_rank.items())
+        ]
+        return "\n".join([*head, "", *(str(p) for _, p in sorted(self.by_rank.items()))])
+
+    __repr__ = __str__
+
+
+def pipeline(
+    stages: Sequence[Callable[..., Any] | Stage], schedule: Any = "1F1B", *, loss: Callable[..., Any] | None = None,
+    microbatches: int | None = None, group: Group | None = None, reduction: Reduction = "mean",
+    seed: int | None = None, frozen: Sequence[str] = (), tied: Sequence[Sequence[str]] = (),
+    outputs: Outputs = "zeros", accumulate: torch.dtype | None = None, engine: Engine = "trace",
+    compile: str | None = None,
+) -> Pipeline:  # fmt: skip
+    """Make a function of (params, x, *targets) out of stages, a schedule and a loss.
+
+    ``schedule`` is a name, a Schedule, a path to a CSV, or a function (ranks, microbatches) -> Schedule.
+
+    >>> def layer(p, x): return torch.tanh(x @ p)
+    >>> pipe = pipeline([layer, layer], "1F1B", loss=lambda y, t: (y - t).square().mean(), microbatches=2, group=local(2))
+    >>> params, x = [torch.eye(3), torch.eye(3)], torch.zeros(4, 3)
+    >>> loss, grads = value_and_grad(pipe)(params, x, x)
+    >>> float(loss), len(grads)
+    (0.0, 2)
+    """
+    if not isinstance(stages, (list, tuple)) or not stages:
+        raise StageError("stages must be a list of functions fn(params, x), one at least")
+    if reduction not in ("mean", "sum") and not isinstance(reduction, Weighted):
+        raise StageError(f"reduction={reduction!r}; give 'mean', 'sum' or fpipe.weighted(fn)")
+    if outputs not in ("zeros", "everywhere", "last"):
+        raise StageError(f"outputs={outputs!r}; give 'zeros', 'everywhere' or 'last'")
+    return Pipeline(
+        stages, schedule, loss=loss, microbatches=microbatches, group=group or _default_group(), reduction=reduction,
+        seed=seed, frozen=frozen, tied=tied, outputs=outputs, accumulate=accumulate, engine=engine, compile=compile,
+    )  # fmt: skip
+
+
+def _default_group() -> Group:
+    return local(1)
+
+
+def _settled(stage: Stage, engine: Engine, compile: str | None) -> Stage:
+    return replace(stage, engine=stage.engine or engine, compile=stage.compile or compile)
+
+
+def _ties(stages: Sequence[Stage], tied: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    """Groups of tied leaves, by hand and as the stages carry them."""
+    carried: dict[str, list[str]] = {}
+    for index, stage in enumerate(stages):
+        for leaf, group in stage.ties:
+            carried.setdefault(group, []).append(f"{index}.{leaf}")
+    groups = [tuple(group) for group in tied] + [tuple(g) for g in carried.values() if len(g) > 1]
+    for group in groups:
+        for name in group:
+            head = name.partition(".")[0]
+            if not head.isdigit() or int(head) >= len(stages):
+                raise StageError(f"tied={group!r}: {name!r} should read 'stage.leaf', with a stage below {len(stages)}")
+    return tuple(groups)
+
+
+def _fitting(source: Any, pipe: Pipeline, microbatches: int) -> Schedule:
+    """The schedule that a user named, made and checked for this pipeline."""
+    ranks, stages = pipe.group.size, pipe.stages
+    if isinstance(source, Path) or (isinstance(source, str) and source.lower().endswith(".csv")):
+        source = Schedule.from_csv(source)
+    if isinstance(source, str):
+        schedule = make_schedule(source, ranks, microbatches, stages=stages)
+    elif isinstance(source, Schedule):
+        schedule = source
+    elif callable(source):
+        schedule = source(ranks, microbatches)
+    else:
+        raise StageError(
+            f"schedule={source!r}; give a name, a Schedule, a path to a CSV or a function (ranks, microbatches)"
+        )
+    if schedule.ranks != ranks:
+        raise StageError(f"the schedule is for {schedule.ranks} ranks, the group has {ranks}; make both agree")
+    if schedule.stages != stages:
+        raise StageError(
+            f"the schedule runs {schedule.stages} stages, the pipeline has {stages}; give as many stages as it runs, "
+            "or make_schedule(..., stages=)"
+        )
+    if schedule.microbatches != microbatches and not isinstance(source, Schedule):
+        raise StageError(f"the schedule function made {schedule.microbatches} microbatches where {microbatches} run")
+    if schedule.microbatches != microbatches and pipe.microbatches is not None:
+        raise StageError(
+            f"the schedule is for {schedule.microbatches} microbatches, but {microbatches} are run; "
+            "say microbatches= as the schedule does, or give a name or a function"
+        )
+    return schedule.check()
+
+
+# ---- transforms -----------------------------------------------------------------------------------------------------
+
+
+def value_and_grad(pipe: Pipeline, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False) -> Callable[..., Any]:
+    """A function that runs the schedule and returns ``(loss, grads)``.
+
+    ``argnums=(0, 1)`` returns the gradient of the input too; ``has_aux=True`` makes the value ``(loss, [aux, ...])``;
+    a pipeline whose stages carry state, given as ``state=[...]``, adds the new state to the value.
+    """
+    if not isinstance(pipe, Pipeline):
+        raise StageError(f"value_and_grad takes what fpipe.pipeline returns, not {type(pipe).__name__}")
+    if pipe.loss is None:
+        raise StageError("this pipeline has no loss to differentiate; say pipeline(..., loss=) or use fpipe.vjp")
+    wanted = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if not wanted or any(n not in (0, 1) for n in wanted):
+        raise StageError(f"argnums={argnums!r}; 0 is the parameters and 1 the input, nothing else is differentiated")
+
+    def call(params: Any, x: Any, *targets: Any, seed: int | None = None, **side: Any) -> Any:
+        made = Call(pipe, params, x, targets, side, mode="grad", seed=seed, wanted=wanted, has_aux=has_aux)
+        value, grads = made.value_and_grad()
+        return value, grads[0] if isinstance(argnums, int) else grads
+
+    return call
+
+
+def grad(pipe: Pipeline, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False) -> Callable[..., Any]:
+    """The gradient alone; with ``has_aux=True``, ``(grads, aux)``."""
+    both = value_and_grad(pipe, argnums, has_aux=has_aux)
+
+    def call(params: Any, x: Any, *targets: Any, **keywords: Any) -> Any:
+        value, grads = both(params, x, *targets, **keywords)
+        return (grads, value[1]) if has_aux else grads
+
+    return call
+
+
+def vjp(pipe: Pipeline, params: Any, x: Any, *, seed: int | None = None, **side: Any) -> tuple[Any, Any]:
+    """Outputs of the whole batch, and a pullback from their cotangents to ``(dparams, dx)``.
+
+    The forwards of the schedule run now, the backwards when the pullback is called: any loss over the whole batch fits
+    in between. The pullback frees as it goes and can be called once, or more often with ``retain=True``.
+    """
+    if pipe.loss is not None:
+        raise StageError("vjp takes a pipeline without a loss; leave loss= out, or use value_and_grad")
+    return Call(pipe, params, x, (), side, mode="vjp", seed=seed, wanted=(0, 1)).vjp()
+
+
+__all__ = ["Microbatches", "Pipeline", "grad", "pipeline", "value_and_grad", "vjp", "weighted"]

@@ -1,0 +1,290 @@
+"""One call of a pipeline: its arguments cut into microbatches, laid into registers, run, and gathered.
+
+The warm path is here: abstract the arguments, look the plans up, feed, drive, collect. Nothing is kept between calls but
+the pipeline's cache of plans.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import tree
+from ._fake import wrapped
+from .collect import Collected, collect
+from .errors import BatchError, StageError
+from .feed import Feeder, Values, weights
+from .microbatch import Microbatches, count, merge, split
+from .resolve import Group1, Request, Resolved, resolve
+from .run import drive, execute, registers
+from .tree import matches
+
+if TYPE_CHECKING:
+    from ._pipeline import Pipeline
+
+
+def functional(params: Any) -> bool:
+    """Whether a torch.func transform is at work on the parameters."""
+    return any(isinstance(leaf, torch.Tensor) and wrapped(leaf) for leaf in tree.leaves(params))
+
+
+class Call:
+    """The arguments of one call, and what can be done with them."""
+
+    def __init__(
+        self, pipe: Pipeline, params: Any, x: Any, targets: Sequence[Any], side: dict[str, Any], *, mode: str,
+        seed: int | None = None, wanted: tuple[int, ...] = (0,), has_aux: bool = False,
+    ):  # fmt: skip
+        pipe.check_params(params)
+        self.pipe, self.params, self.mode, self.wanted, self.has_aux = pipe, params, mode, wanted, has_aux
+        self.seed = pipe.seed if seed is None else seed
+        side = dict(side)
+        stateful = any(stage.state for stage in pipe.functions)
+        self.state = side.pop("state", None) if stateful else None
+        if stateful and self.state is None:
+            self.state = [stage.initial_state for stage in pipe.functions]
+        if stateful and (not isinstance(self.state, (list, tuple)) or len(self.state) != pipe.stages):
+            raise StageError(
+                f"state must be a list with one entry for each of the {pipe.stages} stages, None where none"
+            )
+        self._check_targets(targets)
+        self.number = m = count([x, *targets, *side.values()], pipe.microbatches)
+        self.whole = not isinstance(x, Microbatches)
+        self.x = split(x, m, "x")
+        self.targets = [split(t, m, f"target {i}") for i, t in enumerate(targets)]
+        self.sides = self._cut_sides(side, m)
+        self.schedule = pipe.schedule(m)
+
+    def _check_targets(self, targets: Sequence[Any]) -> None:
+        if self.pipe.loss is None and targets:
+            raise BatchError(
+                f"{len(targets)} targets were given, but the pipeline has no loss; say pipeline(..., loss=)"
+            )
+
+    def _cut_sides(self, side: dict[str, Any], m: int) -> list[list[dict[str, Any]]]:
+        """Side inputs of every stage, and of the loss, for every microbatch."""
+        asked = self.pipe.sides
+        known = {name for names in asked for name in names}
+        for name in side:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise BatchError(
+                    f"no stage and no loss names a keyword-only argument {name!r}{hint} (they name "
+                    f"{', '.join(sorted(known)) or 'none'})"
+                )
+        parts = {name: split(value, m, f"side input {name!r}") for name, value in side.items()}
+        return [[{n: parts[n][k] for n in names if n in parts} for k in range(m)] for names in asked]
+
+    # ---- the plans ----------------------------------------------------------------------------------------------
+    def request(self) -> Request:
+        """This call's signature."""
+        training = self.mode != "forward"
+        pipe = self.pipe
+        params: list[Group1 | None] = [None] * pipe.stages
+        states: list[Group1 | None] = [None] * pipe.stages
+        for stage in pipe.here:
+            grads = training and 0 in self.wanted
+            params[stage] = self._params(stage, grads)
+            states[stage] = Group1.of(None if self.state is None else self.state[stage])
+        kinds: dict[Any, int] = {}
+        kind_of = []
+        dx = training and 1 in self.wanted
+        for m in range(self.number):
+            sides = tuple(Group1.of(side[m]) for side in self.sides)
+            kind = (Group1.of(self.x[m], dx), tuple(Group1.of(t[m]) for t in self.targets), sides)
+            kind_of.append(kinds.setdefault(kind, len(kinds)))
+        return Request(
+            self.schedule.only("F") if not training else self._phased() if self.mode == "vjp" else self.schedule,
+            tuple(params), tuple(states), tuple(kinds), tuple(kind_of), self.mode, dx,
+        )  # fmt: skip
+
+    def _phased(self) -> Any:
+        return self.pipe.phased(self.number)
+
+    def _params(self, stage: int, grads: bool) -> Group1:
+        if not self.pipe.frozen or not grads:
+            return Group1.of(self.params[stage], grads)
+        flags = [not matches(f"{stage}.{name}", self.pipe.frozen) for name in tree.names(self.params[stage])]
+        return Group1.of(self.params[stage], flags)
+
+    def resolved(self) -> Resolved:
+        """The plans for this call, made at its first of this signature."""
+        request = self.request()
+        key = (request, self.has_aux, self.pipe.debugging)
+        try:
+            found = self.pipe.cache.get(key)
+        except TypeError as error:
+            raise BatchError(
+                f"a leaf of the arguments is neither a tensor nor hashable ({error}); pass tensors, numbers, strings "
+                "or None, or register its class with optree"
+            ) from error
+        if found is None:
+            found = self.pipe.cache[key] = resolve(self.pipe.recipe(self.has_aux), request)
+        return found
+
+    # ---- running ------------------------------------------------------------------------------------------------
+    def _values(self, resolved: Resolved) -> Values:
+        pipe = self.pipe
+        made = weights(pipe.reduction, self.targets, self.number, resolved, pipe.group) if pipe.loss else None
+        return Values(
+            params={s: tree.leaves(self.params[s]) for s in pipe.here},
+            states={s: tree.leaves(self.state[s]) for s in pipe.here} if self.state is not None else {},
+            x=[tree.leaves(x) for x in self.x],
+            targets=[[leaf for t in self.targets for leaf in tree.leaves(t[m])] for m in range(self.number)],
+            sides=[[tree.leaves(side) for side in stage] for stage in self.sides],
+            weights=made,
+        )
+
+    def _run(self, resolved: Resolved, feed: Callable[[Feeder, Any], None], regs: dict[int, Any],
+             phase: int | None = None) -> None:  # fmt: skip
+        """Feed and drive the ranks that live here, wholly or in one of two phases."""
+        feeders = self.pipe.feeders(resolved)
+        for rank, bound in resolved.bound.items():
+            if rank not in regs:
+                regs[rank] = registers(bound.plan, self.seed)
+            feed(feeders[rank], regs[rank])
+        group = self.pipe.group
+        saved = _save_random(resolved, self.seed, group)
+        runs = {}
+        for rank, bound in resolved.bound.items():
+            split_at = bound.plan.split
+            start, stop = (0, None) if phase is None else (0, split_at) if phase == 0 else (split_at, None)
+            runs[rank] = execute(bound, regs[rank], start, stop)
+        try:
+            with torch.no_grad():
+                drive(runs, lambda rank: f"ran {resolved.bound[rank].plan.rank}")
+                group.flush()
+        except BaseException:
+            getattr(group, "reset", lambda: None)()
+            raise
+        finally:
+            _restore_random(saved)
+
+    def _all(self) -> Collected:
+        resolved = self.resolved()
+        regs: dict[int, Any] = {}
+        values = self._values(resolved)
+        self._run(resolved, lambda feeder, r: feeder.fill(r, values), regs)
+        return collect(self.pipe, resolved, regs, values)
+
+    def forward(self) -> Any:
+        """Loss or outputs, forward alone."""
+        made = self._all()
+        if self.pipe.loss is not None:
+            return self._value(made)
+        y = self._joined(made.outputs())
+        return (y, made.states()) if self.state is not None else y
+
+    def _value(self, made: Collected) -> Any:
+        extras = [made.aux()] if self.has_aux else []
+        extras += [made.states()] if self.state is not None else []
+        return (made.loss(), *extras) if extras else made.loss()
+
+    def _joined(self, parts: list[Any] | None) -> Any:
+        if parts is None:
+            return None
+        return merge(parts) if self.whole else Microbatches(parts)
+
+    def value_and_grad(self) -> tuple[Any, tuple[Any, ...]]:
+        """The whole schedule: value, and gradients in the order of ``wanted``."""
+        made = self._all()
+        grads = {n: made.param_grads(self.params) if n == 0 else self._joined(made.input_grads()) for n in self.wanted}
+        return self._value(made), tuple(grads[n] for n in self.wanted)
+
+    def vjp(self) -> tuple[Any, Callable[..., Any]]:
+        """The forward phase now; the backward phase in the pullback."""
+        resolved = self.resolved()
+        regs: dict[int, Any] = {}
+        values = self._values(resolved)
+        self._run(resolved, lambda feeder, r: feeder.fill(r, values), regs, phase=0)
+        made = collect(self.pipe, resolved, regs, values)
+        y = self._joined(made.outputs())
+        rest: list[dict[int, Any]] = [regs]
+
+        def pullback(dy: Any, *, retain: bool = False) -> tuple[Any, Any]:
+            """Gradients of the parameters and the input for the outputs' cotangents."""
+            if not rest:
+                raise StageError(
+                    "this pullback was called before and what it needs is freed; call it with retain=True to keep it"
+                )
+            kept = rest[0] if retain else rest.pop()
+            mine = {rank: [*r[:-2], dict(r[-2]), r[-1]] for rank, r in kept.items()} if retain else kept
+            cotangents = self._cotangents(resolved, dy)
+            self._run(resolved, lambda feeder, r: feeder.fill_cotangents(r, cotangents), mine, phase=1)
+            back = collect(self.pipe, resolved, mine, values)
+            return back.param_grads(self.params), self._joined(back.input_grads())
+
+        return ((y, made.states()) if self.state is not None else y), pullback
+
+    def _cotangents(self, resolved: Resolved, dy: Any) -> list[list[Any]]:
+        """dy cut as the outputs were."""
+        if self.pipe.output_rank not in self.pipe.group.here and dy is None:
+            return [[] for _ in range(self.number)]
+        parts = split(dy, self.number, "dy") if self.whole or isinstance(dy, Microbatches) else list(dy)
+        out = []
+        for m, part in enumerate(parts):
+            face = resolved.faces[resolved.request.kind_of[m]][-1]
+            leaves = tree.leaves(part)
+            tensors = [j for j, a in enumerate(face.y_avals) if a is not None]
+            if len(leaves) == len(tensors) != len(face.y_avals):
+                full: list[Any] = [None] * len(face.y_avals)
+                for j, leaf in zip(tensors, leaves, strict=True):
+                    full[j] = leaf
+                leaves = full
+            if len(leaves) != len(face.y_avals):
+                raise BatchError(f"dy has {len(leaves)} leaves where the outputs have {len(face.y_avals)}")
+            for leaf, aval in zip(leaves, face.y_avals, strict=True):
+                if aval is not None and aval.grad and tuple(leaf.shape) != aval.shape:
+                    raise BatchError(
+                        f"dy has a leaf of shape {list(leaf.shape)} a microbatch where the output is {aval}; "
+                        "give dy the outputs' shape"
+                    )
+            out.append(leaves)
+        return out
+
+    # ---- under torch.func ---------------------------------------------------------------------------------------
+    def plainly(self) -> Any:
+        """The same value from the functions themselves, one microbatch after another: for torch.func to transform."""
+        if len(self.pipe.group.here) != self.pipe.group.size:
+            raise StageError("torch.func transforms of a pipeline need a local group; use fpipe.grad across processes")
+        functions, loss = self.pipe.functions, self.pipe.loss
+        if any(stage.state for stage in functions):
+            raise StageError("torch.func transforms of a pipeline with state are not defined; use fpipe.value_and_grad")
+        total, outs = None, []
+        shares = weights(self.pipe.reduction, self.targets, self.number, None, self.pipe.group) if loss else None
+        for m in range(self.number):
+            y, aux = self.x[m], None
+            for s, stage in enumerate(functions):
+                y = stage.fn(self.params[s], y, **self.sides[s][m])
+                if stage.aux_loss:
+                    y, more = y
+                    aux = more if aux is None else aux + more
+            outs.append(y)
+            if loss is not None and shares is not None:
+                value = loss(y, *(t[m] for t in self.targets), **self.sides[-1][m])
+                value = value if aux is None else value + aux
+                value = value * shares.scale(m, value)
+                total = value if total is None else total + value
+        return total if loss is not None else self._joined(outs)
+
+
+def _save_random(resolved: Resolved, seed: int | None, group: Any) -> list[tuple[torch.device, torch.Tensor]]:
+    """The random state to put back, where seeded draws will move it."""
+    if seed is None or not resolved.random:
+        return []
+    devices = {group.device(rank) for rank in group.here}
+    return [
+        (d, torch.get_rng_state() if d.type == "cpu" else torch.get_device_module(d).get_rng_state(d)) for d in devices
+    ]
+
+
+def _restore_random(saved: list[tuple[torch.device, torch.Tensor]]) -> None:
+    for device, state in saved:
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state, device)

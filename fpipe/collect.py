@@ -1,0 +1,222 @@
+"""What comes out of the registers after a run: the loss on every rank, gradients by stage, outputs, state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import tree
+from .collectives.group import Spec
+from .feed import Values
+from .plan import Kinds, grad_key, spec_of
+from .resolve import Resolved
+from .route import Key
+from .run import Registers
+from .stage import Aval, Programs
+
+if TYPE_CHECKING:
+    from ._pipeline import Pipeline
+
+
+def collect(pipe: Pipeline, resolved: Resolved, regs: Mapping[int, Registers], values: Values) -> Collected:
+    """Read the registers of the ranks that live here."""
+    return Collected(pipe, resolved, regs, values)
+
+
+class Collected:
+    """The results of a run, gathered on demand. Every process must ask for the same ones."""
+
+    def __init__(self, pipe: Pipeline, resolved: Resolved, regs: Mapping[int, Registers], values: Values):
+        self.pipe, self.resolved, self.regs, self.values = pipe, resolved, regs, values
+        self.request = resolved.request
+        self.placement = resolved.request.schedule.placement
+        self.group = pipe.group
+        self.stages, self.number = resolved.request.schedule.stages, resolved.request.schedule.microbatches
+        self.alone = len(self.group.here) == self.group.size
+
+    def _get(self, rank: int, key: Key) -> Any:
+        return self.regs[rank][self.resolved.bound[rank].plan.results[key]]
+
+    def _kind(self, mb: int) -> tuple[int, Kinds]:
+        index = self.request.kind_of[mb]
+        return index, next(iter(self.resolved.job.values())).kinds[index]
+
+    # ---- the loss -----------------------------------------------------------------------------------------------
+    def loss(self) -> torch.Tensor:
+        """The total: every microbatch's loss and auxiliary losses, weighted, added in microbatch order."""
+        losses, aux = self._scalars()
+        weights = self.values.weights
+        assert weights is not None
+        total = None
+        for mb in range(self.number):
+            value = losses[mb]
+            extra = None
+            for stage in range(self.stages):
+                more = aux.get((stage, mb))
+                if more is not None:
+                    more = more.to(value.device)
+                    extra = more if extra is None else extra + more
+            value = value if extra is None else value + extra
+            value = value * weights.scale(mb, value)
+            total = value if total is None else total + value.to(total.device)
+        assert total is not None
+        return total
+
+    def _scalars(self) -> tuple[dict[int, torch.Tensor], dict[tuple[int, int], torch.Tensor]]:
+        losses: dict[int, torch.Tensor] = {}
+        aux: dict[tuple[int, int], torch.Tensor] = {}
+        for rank in range(self.group.size):
+            wanted = self._scalar_keys(rank)
+            if not wanted:
+                continue
+            mine = rank in self.group.here
+            values = [self._get(rank, key) for _, key, _ in wanted] if mine else None
+            if not self.alone:
+                specs = tuple(Spec((), (), aval.dtype) for _, _, aval in wanted)
+                values = self.group.share(None if values is None else tuple(values), specs, rank)
+            assert values is not None
+            for (where, _, _), value in zip(wanted, values, strict=True):
+                if where[0] == self.stages:
+                    losses[where[1]] = value
+                else:
+                    aux[where] = value
+        return losses, aux
+
+    def _scalar_keys(self, rank: int) -> list[tuple[tuple[int, int], Key, Aval]]:
+        """Which losses and auxiliary losses a rank makes; known to every process."""
+        out = []
+        mine = rank in self.group.here
+        for mb in range(self.number):
+            kind = self.request.kind_of[mb]
+            path = self.placement.path(mb)
+            loss = self.resolved.loss[kind]
+            if loss is not None and path[-1] == rank:
+                aval, name = loss.y_avals[0], loss.ys[0]
+                assert aval is not None and name is not None
+                out.append(((self.stages, mb), self._loss_key(loss, mb, 0), aval))
+            for stage, face in enumerate(self.resolved.faces[kind]):
+                if face.aux is not None and path[stage] == rank:
+                    name = self._programs(rank, kind, stage).aux if mine else ""
+                    out.append(((stage, mb), (stage, mb, name or ""), face.aux))
+        return out
+
+    def _loss_key(self, loss: Programs, mb: int, leaf: int) -> Key:
+        """Where a leaf of what the loss returned stands; it may be an input that was passed on."""
+        name = loss.ys[leaf]
+        assert name is not None
+        kind, _ = self._kind(mb)
+        job = next(iter(self.resolved.job.values()))
+        if name[:1] == "x" and name[1:].isdigit():
+            index = int(name[1:])
+            if index < len(self.resolved.faces[kind][-1].ys):
+                return job.kinds[kind].wires.forward(self.stages - 1, index, mb)
+        return (self.stages, mb, name)
+
+    def _programs(self, rank: int, kind: int, stage: int) -> Programs:
+        return self.resolved.job[rank].kinds[kind].programs[stage]
+
+    def aux(self) -> list[Any]:
+        """The loss's second values, in microbatch order, on every rank."""
+        out = []
+        for mb in range(self.number):
+            kind = self.request.kind_of[mb]
+            loss = self.resolved.loss[kind]
+            assert loss is not None
+            rank = self.placement.path(mb)[-1]
+            indices = [j for j, name in enumerate(loss.ys) if name is not None]
+            made = [self._get(rank, self._loss_key(loss, mb, j)) for j in indices] if rank in self.group.here else None
+            if not self.alone:
+                specs = tuple(spec_of(a) for j in indices if (a := loss.y_avals[j]) is not None)
+                made = self.group.share(None if made is None else tuple(made), specs, rank)
+            assert made is not None
+            leaves = [loss.y_static.get(j) for j in range(len(loss.ys))]
+            for j, value in zip(indices, made, strict=True):
+                leaves[j] = value
+            out.append(tree.unflatten(loss.y_spec, leaves)[1])
+        return out
+
+    # ---- outputs ------------------------------------------------------------------------------------------------
+    def outputs(self) -> list[Any] | None:
+        """The last stage's outputs by microbatch, as ``outputs=`` says."""
+        held = all(self.placement.path(mb)[-1] in self.group.here for mb in range(self.number))
+        if not held and self.pipe.outputs == "last":
+            return None
+        return [self._output(mb) for mb in range(self.number)]
+
+    def _output(self, mb: int) -> Any:
+        kind, kinds = self._kind(mb)
+        face = self.resolved.faces[kind][-1]
+        rank = self.placement.path(mb)[-1]
+        tensors = [j for j, aval in enumerate(face.y_avals) if aval is not None]
+        avals = [face.y_avals[j] for j in tensors]
+        mine = rank in self.group.here
+        made: Sequence[Any] | None = None
+        if mine:
+            made = [self._get(rank, kinds.wires.forward(self.stages - 1, j, mb)) for j in tensors]
+        if self.pipe.outputs == "everywhere" and not self.alone:
+            specs = tuple(spec_of(aval) for aval in avals if aval is not None)
+            made = self.group.share(None if made is None else tuple(made), specs, rank)
+        if made is None:
+            device = self.group.device(self.group.here[0])
+            made = [torch.zeros(a.shape, dtype=a.dtype, device=device) for a in avals if a is not None]
+        leaves: list[Any] = [dict(face.y_static).get(j) for j in range(len(face.y_avals))]
+        for j, value in zip(tensors, made, strict=True):
+            leaves[j] = value
+        return tree.unflatten(face.y_spec, leaves)
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
+    def param_grads(self, params: Any) -> Any:
+        """One pytree per stage that lives here: a tensor for every leaf that is differentiated, else None."""
+        out: list[Any] = [None] * self.stages
+        for stage in self.pipe.here:
+            group = self.request.params[stage]
+            assert group is not None
+            rank = next(r for r in self.placement.ranks_of(stage) if r in self.group.here)
+            results = self.resolved.bound[rank].plan.results
+            leaves = []
+            for index, (leaf, value) in enumerate(zip(group.leaves, self.values.params[stage], strict=True)):
+                key = grad_key(stage, index)
+                if not isinstance(leaf, Aval) or not leaf.grad:
+                    leaves.append(None)
+                elif key in results:
+                    leaves.append(self.regs[rank][results[key]])
+                else:
+                    leaves.append(torch.zeros_like(value, dtype=self.pipe.accumulate or value.dtype))
+            out[stage] = tree.unflatten(group.spec, leaves)
+        return tuple(out) if isinstance(params, tuple) else out
+
+    def input_grads(self) -> list[Any] | None:
+        """The gradient of x by microbatch, on the rank of the first stage; None elsewhere."""
+        out = []
+        for mb in range(self.number):
+            rank = self.placement.path(mb)[0]
+            if rank not in self.group.here:
+                return None
+            kind, kinds = self._kind(mb)
+            x = self.request.kinds[kind][0]
+            leaves = []
+            for index, leaf in enumerate(x.leaves):
+                if not isinstance(leaf, Aval) or not leaf.grad:
+                    leaves.append(None)
+                    continue
+                key = kinds.wires.cotangent(-1, index, mb)
+                value = self.values.x[mb][index]
+                leaves.append(torch.zeros_like(value) if key is None else self._get(rank, key))
+            out.append(tree.unflatten(x.spec, leaves))
+        return out
+
+    def states(self) -> list[Any]:
+        """The state of each stage after the last microbatch; None where there is none or it lives elsewhere."""
+        out: list[Any] = [None] * self.stages
+        for stage in self.pipe.here:
+            if not self.pipe.functions[stage].state:
+                continue
+            rank = next(r for r in self.placement.ranks_of(stage) if r in self.group.here)
+            last = [a.microbatch for row in self.request.schedule for b in row for a in b.parts
+                    if a.stage == stage and a.op == "F"][-1]  # fmt: skip
+            own = self._programs(rank, self.request.kind_of[last], stage)
+            assert own.state_spec is not None
+            out[stage] = tree.unflatten(own.state_spec, [self._get(rank, (stage, last, n)) for n in own.new_state])
+        return out

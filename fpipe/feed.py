@@ -1,0 +1,141 @@
+"""What goes into the registers before a run: parameters, microbatches, weights, cotangents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from .collectives.group import Group
+from .errors import BatchError
+from .plan import Plan
+from .resolve import Resolved
+from .run import Registers
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weight of each microbatch's loss: one number for all, or a tensor each."""
+
+    number: float | None
+    each: Sequence[torch.Tensor] = ()
+
+    def scale(self, mb: int, like: torch.Tensor) -> Any:
+        """What to multiply a microbatch's loss with."""
+        return self.number if self.number is not None else self.each[mb].to(like.dtype)
+
+    def seed(self, mb: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The cotangent of a microbatch's loss."""
+        if self.number is not None:
+            return _constant(self.number, dtype, device)
+        return self.each[mb].to(dtype=dtype, device=device)
+
+
+@lru_cache(maxsize=256)
+def _constant(number: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.tensor(number, dtype=dtype, device=device)
+
+
+def weights(
+    reduction: Any, targets: Sequence[Sequence[Any]], number: int, resolved: Resolved | None, group: Group
+) -> Weights:  # fmt: skip
+    """Weights by a reduction: known before the first backward, so the cut of the batch does not matter."""
+    if reduction == "mean":
+        return Weights(1.0 / number)
+    if reduction == "sum":
+        return Weights(1.0)
+    counts = [torch.as_tensor(reduction.fn(*(t[m] for t in targets))) for m in range(number)]
+    for m, value in enumerate(counts):
+        if value.numel() != 1:
+            raise BatchError(
+                f"fpipe.weighted's function gave a tensor of shape {list(value.shape)} for microbatch {m}; "
+                "it must give one number a microbatch, such as its count of tokens"
+            )
+    exact = [value.detach().reshape(()).to(torch.float64) for value in counts]
+    total = torch.stack(exact).sum()
+    total = torch.where(total == 0, torch.ones_like(total), total)
+    return Weights(None, [value / total for value in exact])
+
+
+@dataclass(frozen=True)
+class Values:
+    """Flat leaves of everything that a call was given."""
+
+    params: Mapping[int, Sequence[Any]]
+    states: Mapping[int, Sequence[Any]]
+    x: Sequence[Sequence[Any]]
+    targets: Sequence[Sequence[Any]]
+    sides: Sequence[Sequence[Sequence[Any]]]
+    weights: Weights | None
+
+
+class Feeder:
+    """Where each fed value of a plan comes from, read off its keys once."""
+
+    def __init__(self, plan: Plan, resolved: Resolved, device: torch.device):
+        self.device = device
+        self.move = device.type != "cpu"
+        stages = resolved.request.schedule.stages
+        self.params: list[tuple[int, int, int]] = []
+        self.states: list[tuple[int, int, int]] = []
+        self.x: list[tuple[int, int, int]] = []
+        self.targets: list[tuple[int, int, int]] = []
+        self.sides: list[tuple[int, int, int, int]] = []
+        self.seeds: list[tuple[int, int, torch.dtype]] = []
+        self.cotangents: list[tuple[int, int, int]] = []
+        for (stage, mb, name), slot in plan.feeds.items():
+            letter = name.rstrip("0123456789")
+            index = int(name[len(letter) :] or 0)
+            if mb == -1:
+                (self.params if letter == "p" else self.states).append((slot, stage, index))
+            elif letter == "k":
+                self.sides.append((slot, stage, mb, index))
+            elif stage == -1:
+                self.x.append((slot, mb, index))
+            elif letter == "dx":
+                self.cotangents.append((slot, mb, index))
+            elif letter == "x":
+                first = len(resolved.faces[resolved.request.kind_of[mb]][-1].ys)
+                self.targets.append((slot, mb, index - first))
+            else:
+                self.seeds.append((slot, mb, _seed_dtype(resolved, stage, mb, stages)))
+
+    def fill(self, r: Registers, values: Values) -> None:
+        """Lay a call's values into the registers."""
+        for slot, stage, index in self.params:
+            r[slot] = values.params[stage][index].detach()
+        for slot, stage, index in self.states:
+            r[slot] = values.states[stage][index]
+        for slot, mb, index in self.x:
+            r[slot] = values.x[mb][index]
+        for slot, mb, index in self.targets:
+            r[slot] = values.targets[mb][index]
+        for slot, stage, mb, index in self.sides:
+            r[slot] = values.sides[stage][mb][index]
+        for slot, mb, dtype in self.seeds:
+            assert values.weights is not None
+            r[slot] = values.weights.seed(mb, dtype, self.device)
+        if self.move:
+            for slot, *_ in (*self.params, *self.states, *self.x, *self.targets, *self.sides):
+                if isinstance(r[slot], torch.Tensor):
+                    r[slot] = r[slot].to(self.device, non_blocking=True)
+
+    def fill_cotangents(self, r: Registers, cotangents: Sequence[Sequence[Any]]) -> None:
+        """Lay the outputs' cotangents into the registers."""
+        for slot, mb, index in self.cotangents:
+            r[slot] = cotangents[mb][index].detach().to(self.device)
+
+
+def _seed_dtype(resolved: Resolved, stage: int, mb: int, stages: int) -> torch.dtype:
+    kind = resolved.request.kind_of[mb]
+    if stage == stages:
+        loss = resolved.loss[kind]
+        assert loss is not None and loss.y_avals[0] is not None
+        return loss.y_avals[0].dtype
+    rank = next(iter(r for r in resolved.job if stage in resolved.job[r].kinds[kind].programs))
+    aux = resolved.job[rank].kinds[kind].programs[stage].daux
+    assert aux is not None
+    return aux.dtype

@@ -1,0 +1,149 @@
+"""``Plan``: what one rank runs, as a flat tuple of instructions over numbered slots.
+
+Everything is explicit here: which program on which slots, what is sent to whom, what is received when, what is freed
+at its last use, what is added to which gradient. A plan can be printed and its peak memory read before anything runs.
+This module knows programs and ranks, and neither tensors nor backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from .actions import Action
+from .collectives.group import Spec
+from .program import Program
+from .route import Key, Wires
+from .schedule import Schedule
+from .stage import Aval, Programs
+
+Kind: TypeAlias = Literal["F", "B", "I", "W", "RECV", "WAIT", "SEND", "ADD", "ZERO", "SUM", "FREE"]
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One step of a plan.
+
+    F B I W   run ``program`` on the slots ``reads``, results into ``writes`` (-1: not wanted)
+    RECV      ask for message ``number`` of rank ``peer``            WAIT   have it, in ``writes``
+    SEND      hand ``reads`` to rank ``peer``                        ZERO   zeros of ``specs`` into ``writes``
+    ADD       add ``reads`` to the gradients ``writes``, by ``how``  SUM    ``reads``, in order, summed into ``writes``
+    FREE      forget slots
+
+    ``frees`` are the slots that are empty afterwards.
+    """
+
+    kind: Kind
+    action: Action | None = None
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    frees: tuple[int, ...] = ()
+    program: Program | None = None
+    peer: int = -1
+    number: int = -1
+    specs: tuple[Spec, ...] = ()
+    how: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        what = {
+            "RECV": f"from {self.peer} #{self.number}",
+            "WAIT": f"from {self.peer} #{self.number}",
+            "SEND": f"to {self.peer}",
+        }
+        words = [self.kind if self.action is None or len(self.kind) > 1 else str(self.action)]
+        words += [what[self.kind]] if self.kind in what else []
+        words += [f"{list(self.reads)}"] if self.reads else []
+        words += [f"-> {list(self.writes)}"] if self.writes else []
+        words += [f"free {list(self.frees)}"] if self.frees else []
+        return " ".join(words)
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """The programs of one kind of microbatch: those of the stages that live on a rank, the loss's, and the wires."""
+
+    wires: Wires
+    programs: Mapping[int, Programs]
+    loss: Programs | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be lowered: a schedule with programs for it.
+
+    ``kinds[kind_of[m]]`` describes microbatch ``m``. ``training`` asks for gradients; without it the schedule holds
+    forwards alone. ``tied`` groups gradient leaves ``(stage, index)`` that are one parameter; ``grad_specs`` describes
+    the gradients that travel, of replicated stages and ties. ``wide`` accumulates in another dtype.
+    """
+
+    schedule: Schedule
+    kinds: tuple[Kinds, ...]
+    kind_of: tuple[int, ...]
+    training: bool = True
+    tied: tuple[tuple[tuple[int, int], ...], ...] = ()
+    grad_specs: Mapping[tuple[int, int], Spec] = field(default_factory=dict)
+    wide: torch.dtype | None = None
+    wants_dx: bool = False
+    phased: bool = False  # all forwards first, with nothing under way between the phases
+    ahead: int = 2
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return self.schedule.stages
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank runs.
+
+    ``feeds`` says which slot takes which value before the start, ``results`` in which slot a value stands at the end.
+    ``split`` is the first instruction after the last forward (for ``vjp``). ``peak`` is the most bytes held at once,
+    parameters and the caller's batch aside.
+    """
+
+    rank: int
+    instructions: tuple[Instruction, ...]
+    slots: int
+    feeds: Mapping[Key, int]
+    results: Mapping[Key, int]
+    split: int
+    peak: int
+    curve: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        head = f"rank {self.rank}: {len(self.instructions)} instructions, {self.slots} slots, peak {self.peak:,} bytes"
+        return "\n".join([head, *(f"  {i:4d}  {ins}" for i, ins in enumerate(self.instructions))])
+
+
+def grad_key(stage: int, index: int) -> Key:
+    """The key under which a stage's accumulated gradient stands."""
+    return (stage, -2, f"p{index}")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An instruction before slots are given out: the same, over keys."""
+
+    kind: Kind
+    action: Action | None = None
+    reads: tuple[Key, ...] = ()
+    writes: tuple[Key | None, ...] = ()
+    program: Program | None = None
+    owner: Programs | None = None
+    peer: int = -1
+    number: int = -1
+    avals: tuple[Any, ...] = ()
+    how: tuple[str, ...] = ()
+
+
+def spec_of(aval: Aval) -> Spec:
+    """How a value travels."""
+    from_shape = Spec.of(torch.empty_strided(aval.shape, aval.stride, dtype=aval.dtype, device="meta"))
+    return from_shape
+
+
+__all__ = ["Aval", "Instruction", "Job", "Kinds", "Plan", "Sequence", "Step", "grad_key", "spec_of"]

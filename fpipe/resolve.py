@@ -1,0 +1,313 @@
+"""From a call's signature to bound plans: programs for the stages that live here, faces of all, lowering, binding.
+
+This is the cold path, run once for every new signature; what it makes is cached by the pipeline. It knows groups only
+to learn the faces of stages that live elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import optree
+import torch
+
+from . import tree
+from .collectives.group import Group, Spec, contiguous
+from .errors import MismatchError, StageError
+from .lower import lower
+from .plan import Job, Kinds, Plan
+from .route import Face, Wires
+from .run import Bound, Options, bind
+from .schedule import Schedule
+from .stage import Aval, Programs, Stage, keyword_only
+from .tracing import Signature, programs_of
+
+Leaf = Any  # an Aval, or (type, value)
+
+
+@dataclass(frozen=True)
+class Group1:
+    """Leaves of one pytree with its structure."""
+
+    spec: tree.Spec
+    leaves: tuple[Leaf, ...]
+
+    @classmethod
+    def of(cls, value: Any, grads: Sequence[bool] | bool = False) -> Group1:
+        """Abstract a pytree; ``grads`` marks the leaves that want a gradient."""
+        flat, spec = tree.flatten(value)
+        flags = [grads] * len(flat) if isinstance(grads, bool) else grads
+        return cls(spec, tuple(abstract(leaf, flag) for leaf, flag in zip(flat, flags, strict=True)))
+
+
+def abstract(leaf: Any, grad: bool = False) -> Leaf:
+    """A leaf as a trace sees it."""
+    if isinstance(leaf, torch.Tensor):
+        return Aval.like(leaf, grad and tree.is_floating(leaf))
+    return (type(leaf), leaf)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything that the plans of a call depend on, but for the stages themselves.
+
+    ``params[s]`` is ``None`` where stage s lives elsewhere. ``kinds`` are the kinds of microbatches as (x, targets,
+    sides by stage), and ``kind_of`` says which is which.
+    """
+
+    schedule: Schedule
+    params: tuple[Group1 | None, ...]
+    states: tuple[Group1 | None, ...]
+    kinds: tuple[tuple[Group1, tuple[Group1, ...], tuple[Group1, ...]], ...]
+    kind_of: tuple[int, ...]
+    mode: str  # "grad", "forward" or "vjp"
+    wants_dx: bool
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Bound plans for the ranks that live here, and the structure of what comes out."""
+
+    request: Request
+    bound: Mapping[int, Bound]
+    job: Mapping[int, Job]
+    faces: tuple[tuple[Face, ...], ...]  # by kind
+    loss: tuple[Programs | None, ...]  # by kind
+    random: bool
+
+    @property
+    def plans(self) -> dict[int, Plan]:
+        """The plans by rank."""
+        return {rank: bound.plan for rank, bound in self.bound.items()}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a pipeline is made of, as the cold path needs it."""
+
+    stages: tuple[Stage, ...]
+    loss: Callable[..., Any] | None
+    has_aux: bool
+    group: Group
+    tied: tuple[tuple[str, ...], ...]
+    wide: torch.dtype | None
+    check: Callable[..., None] | None = None
+
+
+def resolve(recipe: Recipe, request: Request) -> Resolved:
+    """Trace, exchange faces, lower and bind."""
+    here = recipe.group.here
+    kinds = [_Kind(recipe, request, index) for index in range(len(request.kinds))]
+    _exchange(recipe, request, kinds)
+    training = request.mode != "forward"
+    bound, jobs = {}, {}
+    for rank in here:
+        made = tuple(kind.for_rank(rank) for kind in kinds)
+        tied, specs = _ties(recipe, request, kinds)
+        jobs[rank] = Job(
+            request.schedule, made, request.kind_of, training=training, tied=tied, grad_specs=specs,
+            wide=recipe.wide, wants_dx=request.wants_dx, phased=request.mode == "vjp",
+        )  # fmt: skip
+        plan = lower(jobs[rank], rank)
+        options = Options(wide=recipe.wide, check=recipe.check, device=recipe.group.device(rank))
+        bound[rank] = bind(plan, recipe.group, options)
+    random = any(ins.program is not None and ins.program.random for b in bound.values() for ins in b.plan.instructions)
+    return Resolved(request, bound, jobs, tuple(tuple(k.faces) for k in kinds), tuple(k.loss for k in kinds), random)
+
+
+class _Kind:
+    """One kind of microbatch while its faces become known, stage by stage."""
+
+    def __init__(self, recipe: Recipe, request: Request, index: int):
+        self.recipe, self.request = recipe, request
+        self.x, self.targets, self.sides = request.kinds[index]
+        self.faces: list[Face] = []
+        self.programs: dict[tuple[int, torch.device], Programs] = {}
+        self.loss: Programs | None = None
+
+    def next_input(self) -> Group1:
+        """The input of the stage whose face is not known yet."""
+        if not self.faces:
+            return self.x
+        face = self.faces[-1]
+        static = dict(face.y_static)
+        leaves = tuple(_leaf(static[j]) if a is None else a for j, a in enumerate(face.y_avals))
+        return Group1(face.y_spec, leaves)
+
+    def advance(self) -> bool:
+        """Make the face of the next stage, if that stage lives here."""
+        stage = len(self.faces)
+        params = self.request.params[stage]
+        placement = self.request.schedule.placement
+        ranks = [r for r in placement.ranks_of(stage) if r in self.recipe.group.here]
+        if not ranks:
+            return False
+        if params is None:
+            raise StageError(
+                f"stage {stage} lives on rank {ranks[0]}, which is in this process, but its parameters are missing; "
+                "give params one entry per stage (pipe.place keeps those that live here)"
+            )
+        state = self.request.states[stage] or Group1.of(None)
+        source = self.next_input()
+        for rank in ranks:
+            device = self.recipe.group.device(rank)
+            groups = [params, source, self.sides[stage], state]
+            programs = _programs(self.recipe.stages[stage], groups, device, stage)
+            self.programs[stage, device] = programs
+        self.faces.append(Face.of(programs, _paths(params.spec)))
+        return True
+
+    def wires(self) -> Wires:
+        """The value graph; faces must be complete."""
+        batch = tuple(leaf if isinstance(leaf, Aval) else None for leaf in self.x.leaves)
+        last = self.faces[-1]
+        if self.loss is not None:
+            sink = Face.of(self.loss)
+            return Wires(tuple(self.faces), sink.dxs, sink.takes_x, batch)
+        dxs = tuple((f"dx{j}", a) if a is not None and a.grad else None for j, a in enumerate(last.y_avals))
+        return Wires(tuple(self.faces), dxs, (True,) * len(last.ys), batch)
+
+    def trace_loss(self) -> None:
+        """The loss's programs; known to every process, since targets' shapes are."""
+        if self.recipe.loss is None:
+            return
+        y = self.next_input()
+        spec = optree.treespec_tuple([y.spec, *(t.spec for t in self.targets)])
+        x = Group1(spec, (*y.leaves, *(leaf for t in self.targets for leaf in t.leaves)))
+        nothing = Group1.of({})
+        stage = loss_stage(self.recipe.loss, self.recipe.has_aux)
+        top = self.request.schedule.placement.ranks_of(self.request.schedule.stages - 1)
+        here = [r for r in top if r in self.recipe.group.here]
+        device = self.recipe.group.device(here[0] if here else self.recipe.group.here[0])
+        self.loss = _programs(stage, [nothing, x, self.sides[-1], Group1.of(None)], device, None)
+        _check_scalar(stage, self.loss)
+
+    def for_rank(self, rank: int) -> Kinds:
+        """What lowering needs on one rank."""
+        device = self.recipe.group.device(rank)
+        held = self.request.schedule.placement.stages_of(rank)
+        return Kinds(self.wires(), {s: self.programs[s, device] for s in held}, self.loss)
+
+
+def _leaf(value: Any) -> Leaf:
+    return (type(value), value)
+
+
+def _paths(spec: tree.Spec) -> tuple[str, ...]:
+    return tuple(".".join(map(str, path)) for path in spec.paths())
+
+
+def _programs(stage: Stage, groups: Sequence[Group1], device: torch.device, index: int | None) -> Programs:
+    leaves = tuple(tuple(_on(leaf, device) for leaf in group.leaves) for group in groups)
+    try:
+        return programs_of(stage, Signature(tuple(g.spec for g in groups), leaves))
+    except StageError as error:
+        if index is None or getattr(error, "told", False):
+            raise
+        error.args = (f"stage {index}: {error}",)
+        error.told = True  # type: ignore[attr-defined]
+        raise
+
+
+def _on(leaf: Leaf, device: torch.device) -> Leaf:
+    if isinstance(leaf, Aval) and leaf.device != device:
+        return leaf._replace(device=device)
+    return leaf
+
+
+def _check_scalar(stage: Stage, loss: Programs) -> None:
+    first = loss.y_avals[0] if loss.y_avals else None
+    if first is None or first.shape != ():
+        got = "no tensor" if first is None else str(first)
+        raise StageError(
+            f"the loss {stage.label} must return one scalar tensor (or, with has_aux=True, a scalar and anything); "
+            f"it returned {got}"
+        )
+    if not first.dtype.is_floating_point:
+        raise StageError(f"the loss {stage.label} must be floating, not {first.dtype}; take .float() of it")
+
+
+@lru_cache(maxsize=256)
+def loss_stage(loss: Callable[..., Any], has_aux: bool) -> Stage:
+    """A loss as a stage without parameters whose input is (output, *targets)."""
+
+    def call(_: Any, x: tuple[Any, ...], **side: Any) -> Any:
+        made = loss(*x, **side)
+        if not has_aux:
+            return made
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise StageError(f"with has_aux=True the loss must return (scalar, aux), not {type(made).__name__}")
+        return made[0], tree.tree_map(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, made[1])
+
+    call.__qualname__ = getattr(loss, "__qualname__", type(loss).__name__)
+    engine = loss.engine if isinstance(loss, Stage) else None
+    return Stage(call, name=call.__qualname__, engine=engine)
+
+
+def loss_sides(loss: Callable[..., Any] | None) -> tuple[str, ...]:
+    """The keyword-only arguments of a loss."""
+    return () if loss is None else keyword_only(loss.fn if isinstance(loss, Stage) else loss)
+
+
+def _exchange(recipe: Recipe, request: Request, kinds: Sequence[_Kind]) -> None:
+    """Let every process know every face. Each round, whoever holds the next stage tells it."""
+    stages = request.schedule.stages
+    group = recipe.group
+    alone = len(group.here) == group.size
+    while any(len(kind.faces) < stages for kind in kinds):
+        before = [len(kind.faces) for kind in kinds]
+        for kind in kinds:
+            while len(kind.faces) < stages and kind.advance():
+                pass
+        if not alone:
+            told = group.gather_objects([kind.faces for kind in kinds])
+            for index, kind in enumerate(kinds):
+                kind.faces = list(max((faces[index] for faces in told), key=len))
+        if before == [len(kind.faces) for kind in kinds]:
+            stuck = min(before)
+            raise MismatchError(f"no process told what stage {stuck} gives; every process must run the same pipeline")
+    for kind in kinds:
+        if request.mode != "vjp" or recipe.loss is not None:
+            kind.trace_loss()
+
+
+def _ties(
+    recipe: Recipe, request: Request, kinds: Sequence[_Kind]
+) -> tuple[tuple[tuple[tuple[int, int], ...], ...], dict[tuple[int, int], Spec]]:
+    """Tied names as (stage, leaf) pairs, and how the gradients that travel look."""
+    placement = request.schedule.placement
+    groups = []
+    for names in recipe.tied:
+        members = []
+        for name in names:
+            head, _, rest = name.partition(".")
+            stage = int(head)
+            leaves = kinds[0].faces[stage].leaves
+            if rest not in leaves:
+                raise StageError(
+                    f"tied={names!r} names {name!r}, but stage {stage} has no such leaf; it has {', '.join(leaves)}"
+                )
+            members.append((stage, leaves.index(rest)))
+        groups.append(tuple(members))
+    specs: dict[tuple[int, int], Spec] = {}
+    for stage, params in enumerate(request.params):
+        if params is None:
+            continue
+        for index, leaf in enumerate(params.leaves):
+            if isinstance(leaf, Aval) and leaf.grad and len(placement.ranks_of(stage)) > 1:
+                specs[stage, index] = _grad_spec(leaf, recipe.wide)
+    for group in groups:
+        known = [(s, i) for s, i in group if request.params[s] is not None]
+        for stage, index in known:
+            leaf = request.params[stage].leaves[index]  # type: ignore[union-attr]
+            for member in group:
+                specs[member] = _grad_spec(leaf, recipe.wide)
+    return tuple(groups), specs
+
+
+def _grad_spec(leaf: Aval, wide: torch.dtype | None) -> Spec:
+    dtype = wide if wide is not None and leaf.dtype.is_floating_point else leaf.dtype
+    return Spec(leaf.shape, contiguous(leaf.shape), dtype)

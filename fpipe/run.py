@@ -1,0 +1,261 @@
+"""The interpreter: one short loop over a plan, a generator that yields only where it must wait.
+
+``bind`` turns each instruction into a small function of the registers, once; ``execute`` runs them. ``drive`` runs one
+rank per process, or all ranks of a local group in turn, by the same code. Nothing here knows schedules or backends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from .collectives.group import Group, Spec, Work
+from .errors import ActionError, DeadlockError, FpipeError
+from .plan import Instruction, Plan
+
+Registers: TypeAlias = list[Any]
+StepFn: TypeAlias = Callable[[Registers], Any]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A plan whose instructions are ready to be called, on one rank of one group."""
+
+    plan: Plan
+    steps: tuple[StepFn, ...]
+    group: Group
+
+
+@dataclass(frozen=True)
+class Options:
+    """How instructions are bound: the accumulation dtype, and a check of each result."""
+
+    wide: torch.dtype | None = None
+    check: Callable[[Instruction, Sequence[Any]], None] | None = None
+    device: torch.device = torch.device("cpu")
+
+
+def bind(plan: Plan, group: Group, options: Options) -> Bound:
+    """Make every instruction callable."""
+    steps = tuple(_bind(ins, plan.rank, group, options) for ins in plan.instructions)
+    return Bound(plan, steps, group)
+
+
+def execute(bound: Bound, r: Registers, start: int = 0, stop: int | None = None) -> Generator[Work, None, None]:
+    """Run the steps; yields a receive that is not done yet."""
+    index = start
+    steps = bound.steps if start == 0 and stop is None else bound.steps[start:stop]
+    try:
+        for step in steps:
+            pending = step(r)
+            if pending is not None:
+                work, writes = pending
+                if not work.done():
+                    yield work
+                for slot, tensor in zip(writes, work.wait(), strict=True):
+                    r[slot] = tensor
+            index += 1
+    except FpipeError:
+        raise
+    except Exception as error:
+        raise _explain(error, bound.plan.instructions[index], bound.plan.rank) from error
+
+
+def drive(runs: Mapping[int, Generator[Work, None, None]], describe: Callable[[int], str]) -> None:
+    """Run the ranks that live here until all are done; where several do, in turn."""
+    if len(runs) == 1:
+        for _ in next(iter(runs.values())):
+            pass  # the step that follows waits
+        return
+    waiting: dict[int, Work | None] = dict.fromkeys(runs)
+    while waiting:
+        moved = False
+        for rank in list(waiting):
+            work = waiting[rank]
+            if work is not None and not work.done():
+                continue
+            moved = True
+            try:
+                waiting[rank] = next(runs[rank])
+            except StopIteration:
+                del waiting[rank]
+        if not moved:
+            told = "\n".join(f"  rank {rank}: {describe(rank)}" for rank in waiting)
+            raise DeadlockError(
+                f"every rank waits for another:\n{told}\nschedule.check() finds such a schedule before it runs"
+            )
+
+
+# ---- instructions as functions --------------------------------------------------------------------------------------
+
+
+def _bind(ins: Instruction, rank: int, group: Group, options: Options) -> StepFn:
+    if ins.program is not None:
+        return _program(ins, options)
+    if ins.kind == "SEND":
+        return _send(ins, rank, group)
+    if ins.kind == "RECV":
+        return _recv(ins, rank, group)
+    if ins.kind == "WAIT":
+        return _wait(ins)
+    if ins.kind == "ADD":
+        return _add(ins, options.wide)
+    if ins.kind == "ZERO":
+        return _zero(ins, group.device(rank))
+    assert ins.kind == "SUM", ins.kind
+    return _sum(ins)
+
+
+def _program(ins: Instruction, options: Options) -> StepFn:
+    program, reads, frees = ins.program, ins.reads, ins.frees
+    assert program is not None and ins.action is not None
+    run = program.run
+    where = (ins.action.stage, ins.action.microbatch, program.name) if program.random else None
+    device = options.device
+    if options.check is not None:
+        run = _checked(run, options.check, ins)
+    if all(slot >= 0 for slot in ins.writes):
+        writes: Sequence[tuple[int, int]] = tuple(enumerate(ins.writes))
+        every = True
+    else:
+        writes, every = tuple((i, slot) for i, slot in enumerate(ins.writes) if slot >= 0), False
+    slots = ins.writes
+
+    def step(r: Registers) -> None:
+        box = [r[i] for i in reads]
+        for i in frees:
+            r[i] = None
+        if where is not None and r[-1] is not None:
+            _seed(device, r[-1], *where)
+        out = run(box)
+        if every:
+            for slot, value in zip(slots, out):  # noqa: B905  (lengths agree by construction)
+                r[slot] = value
+        else:
+            for i, slot in writes:
+                r[slot] = out[i]
+
+    return step
+
+
+def _seed(device: torch.device, seed: int, stage: int, mb: int, letter: str) -> None:
+    """Set the device's random stream for one program run: a function of (seed, stage, microbatch) alone."""
+    text = f"{seed}/{stage}/{mb}/{letter}".encode()
+    mixed = int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(mixed)
+    else:
+        torch.get_device_module(device).manual_seed(mixed)
+
+
+def registers(plan: Plan, seed: int | None) -> Registers:
+    """Empty registers: the slots, then the receives under way, then the seed."""
+    return [None] * plan.slots + [{}, seed]
+
+
+def _checked(
+    run: Callable[[list[Any]], Any], check: Callable[[Instruction, Sequence[Any]], None], ins: Instruction
+) -> Callable[[list[Any]], Any]:  # fmt: skip
+    def checked(box: list[Any]) -> Any:
+        out = run(box)
+        check(ins, out)
+        return out
+
+    return checked
+
+
+def _send(ins: Instruction, rank: int, group: Group) -> StepFn:
+    reads, frees, peer, specs = ins.reads, ins.frees, ins.peer, ins.specs
+    send = group.send
+
+    def step(r: Registers) -> None:
+        tensors = tuple(_laid_out(r[i], spec) for i, spec in zip(reads, specs, strict=True))
+        for i in frees:
+            r[i] = None
+        send(tensors, rank, peer)
+
+    return step
+
+
+def _laid_out(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """As the receiver expects it: a kernel may lay its result out otherwise than its description says."""
+    if tensor.stride() == spec.stride or tuple(tensor.shape) != spec.shape:
+        return tensor
+    return torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _recv(ins: Instruction, rank: int, group: Group) -> StepFn:
+    key, specs, peer = (ins.peer, ins.number), ins.specs, ins.peer
+    recv = group.recv
+
+    def step(r: Registers) -> None:
+        r[-2][key] = recv(specs, peer, rank)
+
+    return step
+
+
+def _wait(ins: Instruction) -> StepFn:
+    key, writes = (ins.peer, ins.number), ins.writes
+
+    def step(r: Registers) -> tuple[Work, tuple[int, ...]]:
+        return r[-2].pop(key), writes
+
+    return step
+
+
+def _add(ins: Instruction, wide: torch.dtype | None) -> StepFn:
+    pairs = tuple(zip(ins.writes, ins.reads, ins.how, strict=True))
+    frees = ins.frees
+    into = tuple(slot for slot, _, how in pairs if how == "add")
+    values = tuple(value for _, value, how in pairs if how == "add")
+    first = tuple((slot, value, how) for slot, value, how in pairs if how != "add")
+
+    def step(r: Registers) -> None:
+        for slot, value, how in first:
+            tensor = r[value]
+            r[slot] = tensor if how == "take" else _copy(tensor, wide)
+        if into:
+            torch._foreach_add_([r[i] for i in into], [r[i] for i in values])
+        for i in frees:
+            r[i] = None
+
+    return step
+
+
+def _copy(tensor: torch.Tensor, wide: torch.dtype | None) -> torch.Tensor:
+    dtype = wide if wide is not None and tensor.is_floating_point() else tensor.dtype
+    return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _zero(ins: Instruction, device: torch.device) -> StepFn:
+    (slot,), (spec,) = ins.writes, ins.specs
+
+    def step(r: Registers) -> None:
+        r[slot] = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+
+    return step
+
+
+def _sum(ins: Instruction) -> StepFn:
+    reads, (write,), frees = ins.reads, ins.writes, ins.frees
+
+    def step(r: Registers) -> None:
+        total = r[reads[0]].clone()
+        for i in reads[1:]:
+            total.add_(r[i])
+        for i in frees:
+            r[i] = None
+        r[write] = total
+
+    return step
+
+
+def _explain(error: Exception, ins: Instruction, rank: int) -> ActionError:
+    from_tensors = "(" + ", ".join(map(str, ins.specs)) + ")" if ins.specs else ""
+    return ActionError(
+        f"{ins.kind if ins.action is None else ins.action} on rank {rank} raised {type(error).__name__}: {error} {from_tensors}".rstrip()
+    )

@@ -1,0 +1,302 @@
+"""``Stage`` and ``Programs``: what a user's function is, and what it becomes.
+
+A stage is a pure function of its parameters and its input; its programs are straight lines over named values. The
+values of one stage share a name space: ``p0..`` parameters, ``x0..`` inputs, ``k0..`` side inputs, ``t0..`` state,
+``dy0..`` cotangents, and whatever the trace calls the rest. This module knows nothing of schedules or ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+
+from . import tree
+from .errors import StageError
+from .program import Program
+
+Engine: TypeAlias = Literal["trace", "eager"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage function with what the pipeline should know about it.
+
+    ``aux_loss``: fn returns ``(y, scalar)`` and the scalar joins the total. ``state``: ``fn(params, state, x)`` returns
+    ``(y, state)``. ``engine`` and ``compile`` override the pipeline's. ``frozen`` names parameter leaves (dotted paths
+    within the stage, shell patterns) that get no gradient; ``ties`` pairs a leaf's path with the name of a group whose
+    members, across stages, are one parameter. ``initial_state`` is where the state starts.
+
+    >>> Stage(lambda p, x: (x, x.sum()), aux_loss=True).aux_loss
+    True
+    """
+
+    fn: Callable[..., Any]
+    aux_loss: bool = field(default=False, kw_only=True)
+    state: bool = field(default=False, kw_only=True)
+    engine: Engine | None = field(default=None, kw_only=True)
+    compile: str | None = field(default=None, kw_only=True)
+    frozen: tuple[str, ...] = field(default=(), kw_only=True)
+    ties: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
+    name: str = field(default="", kw_only=True)
+    initial_state: Any = field(default=None, kw_only=True, compare=False)
+
+    def __call__(self, *args: Any, **side: Any) -> Any:
+        return self.fn(*args, **side)
+
+    @property
+    def label(self) -> str:
+        """A name for messages."""
+        return self.name or getattr(self.fn, "__qualname__", type(self.fn).__name__)
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """The keyword-only arguments that the function asks for."""
+        return keyword_only(self.fn)
+
+
+def as_stage(fn: Callable[..., Any] | Stage) -> Stage:
+    """A function as a Stage; a Stage as it is."""
+    if isinstance(fn, Stage):
+        return fn
+    if not callable(fn):
+        raise StageError(f"a stage must be a function fn(params, x), not {type(fn).__name__} {fn!r}")
+    return Stage(fn)
+
+
+def keyword_only(fn: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the keyword-only arguments of a function.
+
+    >>> def block(p, x, *, mask): ...
+    >>> keyword_only(block)
+    ('mask',)
+    """
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+
+
+class Remat:
+    """A function whose inside is computed again in the backward rather than saved; see ``remat``."""
+
+    def __init__(self, fn: Callable[..., Any]):
+        self.fn = fn
+        self.__wrapped__ = fn
+        self.__qualname__ = getattr(fn, "__qualname__", type(fn).__name__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.fx.traceback.annotate({"fpipe_remat": object()}):
+            return self.fn(*args, **kwargs)
+
+
+def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Recompute ``fn`` in the backward: the forward keeps its inputs and its random draws only.
+
+    One recompute serves input and weight gradients. Works for a whole stage and for a part of one.
+
+    >>> programs = trace(remat(lambda p, x: torch.tanh(x @ p).exp()), torch.eye(2), torch.ones(1, 2))
+    >>> programs.saved
+    ('p0', 'x0')
+    """
+    return Remat(fn)
+
+
+class Aval(NamedTuple):
+    """Shape, strides, dtype and device of a tensor, and whether a gradient is wanted for it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    grad: bool = False
+
+    @classmethod
+    def like(cls, tensor: torch.Tensor, grad: bool = False) -> Aval:
+        """The aval of a tensor."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, grad)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the smallest storage that holds it."""
+        if 0 in self.shape:
+            return 0
+        return self.dtype.itemsize * (1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True)))
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+class Held(NamedTuple):
+    """Memory behind a named value: which value's storage it is, and how many bytes."""
+
+    root: str
+    nbytes: int
+    given: bool = False  # it came in from outside: an input's own storage
+
+
+@dataclass(frozen=True, eq=False)
+class Programs:
+    """The four programs of a stage and the names by which they share values.
+
+    ``ys``, ``dps`` and ``dxs`` name the outputs and the gradients (``None``: no gradient flows); a name may be an input's
+    own, where a leaf is passed on unchanged. ``dys[j]`` is the cotangent of output ``j``, or ``None`` where it carries no
+    gradient. ``saved`` are the names held from F to I (or B), ``kept`` those from I to W.
+    """
+
+    f: Program
+    b: Program
+    i: Program
+    w: Program
+    counts: tuple[int, int, int, int]  # leaves of params, x, side, state
+    y_spec: tree.Spec
+    y_static: Mapping[int, Any]  # output leaves that are not tensors
+    ys: tuple[str | None, ...]
+    y_avals: tuple[Aval | None, ...]
+    aux: str | None
+    aux_aval: Aval | None
+    new_state: tuple[str, ...]
+    state_spec: tree.Spec | None
+    dys: tuple[str | None, ...]
+    daux: Aval | None
+    dps: tuple[str | None, ...]
+    dxs: tuple[str | None, ...]
+    saved: tuple[str, ...]
+    kept: tuple[str, ...]
+    dx_avals: Mapping[str, Aval]
+    memory: Mapping[str, Held]  # behind every named value
+    fresh: frozenset[str]  # gradients that alias nothing and may be added to in place
+    eager: bool = False
+    label: str = ""
+
+    # ---- bytes --------------------------------------------------------------------------------------------------
+    def held(self, names: Sequence[str]) -> int:
+        """Bytes behind some names, each storage once; parameters and side inputs are the caller's and count nothing."""
+        behind = {self.memory[n].root: self.memory[n] for n in names if n in self.memory}
+        return sum(h.nbytes for h in behind.values() if not (h.given and h.root[0] in "pkt"))
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes held from F to I or B, the stage's own input included where it is needed."""
+        return self.held(self.saved)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes held from I to W."""
+        return self.held(self.kept)
+
+    # ---- by hand ------------------------------------------------------------------------------------------------
+    @property
+    def forward(self) -> ByHand:
+        """``forward(params, x, **side) -> (y, saved)``."""
+        return ByHand(self, self.f, _forward)
+
+    @property
+    def backward(self) -> ByHand:
+        """``backward(saved, dy) -> (dx, dparams)``."""
+        return ByHand(self, self.b, _backward)
+
+    @property
+    def backward_input(self) -> ByHand:
+        """``backward_input(saved, dy) -> (dx, kept)``."""
+        return ByHand(self, self.i, _backward_input)
+
+    @property
+    def backward_weight(self) -> ByHand:
+        """``backward_weight(kept) -> dparams``."""
+        return ByHand(self, self.w, _backward_weight)
+
+
+class ByHand:
+    """A program called with pytrees, for a person rather than for the runner; ``.code`` is its source."""
+
+    def __init__(self, programs: Programs, program: Program, call: Callable[..., Any]):
+        self.programs, self.program, self._call = programs, program, call
+        self.code = program.code
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return self._call(self.programs, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return repr(self.program)
+
+
+@dataclass(frozen=True, eq=False)
+class Bundle:
+    """Values on their way from one program to the next, by name, with the structures to give gradients back in."""
+
+    values: Mapping[str, Any]
+    p_spec: tree.Spec
+    x_spec: tree.Spec
+    p_like: tuple[Any, ...] = ()
+    x_like: tuple[Any, ...] = ()
+
+
+def _run(program: Program, values: Mapping[str, Any]) -> dict[str, Any]:
+    outs = program([values[name] for name in program.inputs])
+    return dict(zip(program.outputs, outs, strict=True))
+
+
+def _forward(own: Programs, params: Any, x: Any, *, state: Any = None, **side: Any) -> Any:
+    (p, p_spec), (xs, x_spec) = tree.flatten(params), tree.flatten(x)
+    values = dict(named("p", p) | named("x", xs) | named("k", tree.leaves(side)) | named("t", tree.leaves(state)))
+    values |= _run(own.f, values)
+    y = tree.unflatten(own.y_spec, [own.y_static[j] if n is None else values[n] for j, n in enumerate(own.ys)])
+    bundle = Bundle({n: values[n] for n in own.saved}, p_spec, x_spec, tuple(p), tuple(xs))
+    extras = [values[own.aux]] if own.aux else []
+    if own.state_spec is not None:
+        extras.append(tree.unflatten(own.state_spec, [values[n] for n in own.new_state]))
+    return ((y, *extras) if extras else y), bundle
+
+
+def _cotangents(own: Programs, dy: Any, aux: Any) -> dict[str, Any]:
+    given = tree.leaves(dy)
+    tensors = [name for name, static in zip(own.dys, own.ys, strict=True) if static is not None]
+    if len(given) != len(tensors):
+        raise StageError(f"dy has {len(given)} leaves where the stage gives {len(tensors)}; give one for each output")
+    values = {name: g for name, g in zip(tensors, given, strict=True) if name is not None}
+    if own.daux is not None:
+        values["daux"] = torch.ones((), dtype=own.daux.dtype, device=own.daux.device) if aux is None else aux
+    return values
+
+
+def _grads(names: Sequence[str | None], like: Sequence[Any], spec: tree.Spec, values: Mapping[str, Any]) -> Any:
+    zero = [torch.zeros_like(t) if tree.is_floating(t) else None for t in like]
+    return tree.unflatten(spec, [z if n is None else values[n] for n, z in zip(names, zero, strict=True)])
+
+
+def _backward(own: Programs, saved: Bundle, dy: Any, *, daux: Any = None) -> Any:
+    values = dict(saved.values) | _cotangents(own, dy, daux)
+    values |= _run(own.b, values)
+    dx = _grads(own.dxs, saved.x_like, saved.x_spec, values)
+    return dx, _grads(own.dps, saved.p_like, saved.p_spec, values)
+
+
+def _backward_input(own: Programs, saved: Bundle, dy: Any, *, daux: Any = None) -> Any:
+    values = dict(saved.values) | _cotangents(own, dy, daux)
+    values |= _run(own.i, values)
+    kept = replace(saved, values={n: values[n] for n in own.kept})
+    return _grads(own.dxs, saved.x_like, saved.x_spec, values), kept
+
+
+def _backward_weight(own: Programs, kept: Bundle) -> Any:
+    values = dict(kept.values)
+    values |= _run(own.w, values)
+    return _grads(own.dps, kept.p_like, kept.p_spec, values)
+
+
+@lru_cache(maxsize=4096)
+def numbered(prefix: str, count: int) -> tuple[str, ...]:
+    """``('p0', 'p1', ...)``."""
+    return tuple(f"{prefix}{index}" for index in range(count))
+
+
+def named(prefix: str, leaves: Sequence[Any]) -> dict[str, Any]:
+    """Leaves under their names in the stage's name space."""
+    return dict(zip(numbered(prefix, len(leaves)), leaves, strict=True))

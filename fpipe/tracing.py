@@ -1,0 +1,314 @@
+"""Traces a stage over fake tensors and cuts the result into programs; one trace per function and signature.
+
+The joint function is written with ``torch.autograd.grad``, so custom autograd functions, functional collectives and
+torch.func inside a stage all trace; what depends on data cannot be baked in, since there is no data. This module
+knows functions and signatures, and nothing of schedules, ranks or microbatches.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import _fake, tree
+from .compiling import compiled
+from .cut import Joint, Piece, cut
+from .errors import FpipeError, StageError, TraceError
+from .program import Program, draws
+from .stage import Aval, Held, Programs, Stage, as_stage, named
+
+_CACHE: weakref.WeakKeyDictionary[Any, dict[Any, Programs]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a trace depends on: structures, avals of the tensors and the values of all other leaves."""
+
+    specs: tuple[tree.Spec, ...]  # params, x, side, state
+    leaves: tuple[tuple[Any, ...], ...]  # Aval, or (type, value) of a leaf that is no tensor
+
+    @classmethod
+    def of(cls, trees: Sequence[Any], grads: Sequence[Sequence[bool]]) -> Signature:
+        """The signature of (params, x, side, state); ``grads`` says which leaves of params and x want a gradient."""
+        flat = [tree.flatten(t) for t in trees]
+        wanted = [*grads, *([False] * len(leaves) for leaves, _ in flat[2:])]
+        return cls(
+            tuple(spec for _, spec in flat),
+            tuple(
+                tuple(map(_aval, leaves, flags))
+                for (leaves, _), flags in zip(flat, wanted, strict=True)
+            ),
+        )  # fmt: skip
+
+
+def _aval(leaf: Any, grad: bool) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return Aval.like(leaf, grad and tree.is_floating(leaf))
+    return (type(leaf), leaf)
+
+
+def trace(fn: Callable[..., Any] | Stage, params: Any, x: Any, *, state: Any = None, **side: Any) -> Programs:
+    """Turn a pure stage function into its four programs; cached by function, shapes, dtypes and devices.
+
+    >>> programs = trace(lambda p, x: torch.tanh(x @ p), torch.eye(2), torch.ones(1, 2))
+    >>> y, saved = programs.forward(torch.eye(2), torch.ones(1, 2))
+    >>> dx, dparams = programs.backward(saved, torch.ones(1, 2))
+    >>> dparams.shape
+    torch.Size([2, 2])
+    """
+    grads = [[tree.is_floating(leaf) for leaf in tree.leaves(t)] for t in (params, x)]
+    return programs_of(as_stage(fn), Signature.of((params, x, side, state), grads))
+
+
+def programs_of(stage: Stage, signature: Signature) -> Programs:
+    """The programs of a stage for a signature, traced at most once for every function."""
+    key = (stage.aux_loss, stage.state, stage.compile, _ambient(), signature)
+    try:
+        store = _CACHE.setdefault(stage.fn, {})
+    except TypeError:  # the function takes no weak reference: hold it by the Stage that holds it
+        store = _STRONG.setdefault(stage.fn, {})
+    try:
+        found = store.get(key)
+    except TypeError as error:
+        raise StageError(
+            f"stage {stage.label}: a leaf that is neither a tensor nor hashable came in ({error}); "
+            "pass numbers, strings or None, or register its class with optree"
+        ) from error
+    if found is None:
+        found = store[key] = _trace(stage, signature)
+    return found
+
+
+_STRONG: dict[Any, dict[Any, Programs]] = {}
+
+
+def _ambient() -> tuple[Any, ...]:
+    """Global settings that a trace bakes in."""
+    if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
+        return ()
+    kinds = ("cpu", "cuda")
+    return tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
+
+
+# ---- tracing ----------------------------------------------------------------------------------------------------------
+
+
+def _trace(stage: Stage, signature: Signature) -> Programs:
+    try:
+        made = _outputs(stage, signature)
+        graph = _joint_graph(stage, signature, made)
+    except FpipeError:
+        raise
+    except Exception as error:
+        raise _fake.explain(error, stage.label, _wants(signature)) from error
+    return _cut(stage, signature, made, graph)
+
+
+def _wants(signature: Signature) -> str:
+    return "(" + "; ".join(", ".join(map(str, group)) for group in signature.leaves[:2]) + ")"
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a first, fake run of the function tells: the structure and the avals of what it returns."""
+
+    y_spec: tree.Spec
+    y: tuple[Any, ...]  # Aval, or a value that is no tensor
+    aux: Aval | None
+    state_spec: tree.Spec | None
+    copies: bool = False  # inputs must be copied first: the function writes into them
+
+
+def _outputs(stage: Stage, signature: Signature) -> Outputs:
+    for copies in (False, True):
+        with _fake.mode():
+            groups = _fake.inputs(signature.leaves)
+            try:
+                y, aux, state = _call(stage, signature, groups, copies)
+            except RuntimeError as error:
+                if copies or "leaf Variable" not in str(error):
+                    raise
+                continue
+        ys, y_spec = tree.flatten(y)
+        _check_outputs(stage, ys, aux)
+        avals = tuple(Aval.like(t, t.requires_grad) if isinstance(t, torch.Tensor) else t for t in ys)
+        aux_aval = None if aux is None else Aval.like(aux, aux.requires_grad)
+        return Outputs(y_spec, avals, aux_aval, tree.flatten(state)[1] if stage.state else None, copies)
+    raise AssertionError("unreachable")
+
+
+def _check_outputs(stage: Stage, ys: Sequence[Any], aux: Any) -> None:
+    for leaf in ys:
+        if not isinstance(leaf, (torch.Tensor, int, float, bool, str, bytes, complex, torch.dtype, torch.device)):
+            raise StageError(
+                f"stage {stage.label} returns a {type(leaf).__name__}, which cannot be sent to the next stage; "
+                "return tensors and plain numbers, or register its class as a pytree with optree"
+            )
+    if stage.aux_loss and (not isinstance(aux, torch.Tensor) or aux.dim() or not aux.is_floating_point()):
+        raise StageError(
+            f"stage {stage.label} has aux_loss=True, so it must return (y, scalar) with a floating tensor without "
+            f"axes; its second value is {tree.describe([aux])}"
+        )
+
+
+def _call(stage: Stage, signature: Signature, groups: Sequence[Sequence[Any]], copies: bool) -> tuple[Any, Any, Any]:
+    """The user's function on flat leaves: (y, aux, state)."""
+    p, x, side, state = (tree.unflatten(spec, group) for spec, group in zip(signature.specs, groups, strict=True))
+    if copies:
+        x = tree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, x)
+    with torch.enable_grad():
+        out = stage.fn(p, state, x, **side) if stage.state else stage.fn(p, x, **side)
+    extras = int(stage.aux_loss) + int(stage.state)
+    if not extras:
+        return out, None, None
+    if not isinstance(out, tuple) or len(out) != 1 + extras:
+        shape = "(y, " + ("scalar, " if stage.aux_loss else "") + ("state" if stage.state else "")
+        raise StageError(
+            f"stage {stage.label} must return {shape.rstrip(', ')}), but it returned a {type(out).__name__}"
+            + (f" of {len(out)}" if isinstance(out, tuple) else "")
+        )
+    aux = out[1] if stage.aux_loss else None
+    return out[0], aux, out[-1] if stage.state else None
+
+
+def _joint_graph(stage: Stage, signature: Signature, made: Outputs) -> fx.GraphModule:
+    """Trace outputs and gradients as one graph. Its inputs: params, x, side, state, cotangents (tensors alone)."""
+    fake_mode = _fake.mode()
+    with fake_mode:
+        groups = _fake.inputs(signature.leaves)
+        cotangents = [_fake.empty(a) for a in _cotangent_avals(made)]
+    slots = [(g, i) for g, group in enumerate(groups) for i, leaf in enumerate(group) if tree.is_tensor(leaf)]
+    count = len(slots)
+
+    def joint(*flat: Any) -> tuple[Any, ...]:
+        given = [list(group) for group in groups]
+        for (g, i), value in zip(slots, flat[:count], strict=True):
+            given[g][i] = value
+        y, aux, state = _call(stage, signature, given, made.copies)
+        ys = [leaf for leaf in tree.leaves(y) if tree.is_tensor(leaf)]
+        ends = [leaf for leaf in (*ys, *([] if aux is None else [aux])) if leaf.requires_grad]
+        wrt = [v for group, avals in zip(given[:2], signature.leaves[:2], strict=True)
+               for v, a in zip(group, avals, strict=True) if isinstance(a, Aval) and a.grad]  # fmt: skip
+        grads = torch.autograd.grad(ends, wrt, flat[count:], allow_unused=True) if ends and wrt else [None] * len(wrt)
+        return (*ys, *([] if aux is None else [aux]), *tree.leaves(state), *grads)
+
+    flat = [groups[g][i] for g, i in slots]
+    graph = _fake.make_graph(joint, [*flat, *cotangents])
+    names = [f"{'pxkt'[g]}{i}" for g, i in slots] + _cotangent_names(made)
+    _fake.name_inputs(graph, names)
+    _fake.clean(graph)
+    _fake.own_outputs(graph)
+    return graph
+
+
+def _cotangent_avals(made: Outputs) -> list[Aval]:
+    avals = [a for a in made.y if isinstance(a, Aval) and a.grad]
+    return avals + ([made.aux] if made.aux is not None and made.aux.grad else [])
+
+
+def _cotangent_names(made: Outputs) -> list[str]:
+    names = [f"dy{j}" for j, a in enumerate(made.y) if isinstance(a, Aval) and a.grad]
+    return names + (["daux"] if made.aux is not None and made.aux.grad else [])
+
+
+# ---- cutting ----------------------------------------------------------------------------------------------------------
+
+
+def _cut(stage: Stage, signature: Signature, made: Outputs, graph: fx.GraphModule) -> Programs:
+    constants = _fake.constants(graph, stage.label)
+    returned = list(next(n for n in graph.graph.nodes if n.op == "output").args[0])
+    y_tensors = [j for j, a in enumerate(made.y) if isinstance(a, Aval)]
+    ys, rest = returned[: len(y_tensors)], returned[len(y_tensors) :]
+    aux, rest = (rest[0], rest[1:]) if made.aux is not None else (None, rest)
+    wanted = [(g, i) for g in (0, 1) for i, a in enumerate(signature.leaves[g]) if isinstance(a, Aval) and a.grad]
+    new_state, grads = rest[: len(rest) - len(wanted)], rest[len(rest) - len(wanted) :]
+    dps: list[fx.Node | None] = [None] * len(signature.leaves[0])
+    dxs: list[fx.Node | None] = [None] * len(signature.leaves[1])
+    for (g, i), node in zip(wanted, grads, strict=True):
+        (dps, dxs)[g][i] = node
+    nodes = tuple(n for n in graph.graph.nodes if n.op in ("placeholder", "call_function"))
+    cotangents = frozenset(_cotangent_names(made))
+    pieces = cut(
+        Joint(
+            nodes,
+            cotangents,
+            tuple(ys),
+            (*([aux] if aux is not None else []), *new_state),
+            tuple(dps),
+            tuple(dxs),
+            lambda node: _fake.region(node, "fpipe_remat"),
+        )  # fmt: skip
+    )
+    f, b, i, w = (
+        _program(letter, piece, constants, stage)
+        for letter, piece in zip("FBIW", (pieces.forward, pieces.backward, pieces.backward_input,
+                                          pieces.backward_weight), strict=True)
+    )  # fmt: skip
+    memory = _fake.memory(nodes)
+    y_names: list[str | None] = [None] * len(made.y)
+    for j, node in zip(y_tensors, ys, strict=True):
+        y_names[j] = node.name
+    return Programs(
+        f=f, b=b, i=i, w=w,
+        counts=tuple(len(group) for group in signature.leaves),  # type: ignore[arg-type]
+        y_spec=made.y_spec,
+        y_static={j: a for j, a in enumerate(made.y) if not isinstance(a, Aval)},
+        ys=tuple(y_names),
+        y_avals=_strided(made.y, y_names, nodes),
+        aux=None if aux is None else aux.name,
+        aux_aval=made.aux,
+        new_state=tuple(n.name for n in new_state),
+        state_spec=made.state_spec,
+        dys=tuple(f"dy{j}" if isinstance(a, Aval) and a.grad else None for j, a in enumerate(made.y)),
+        daux=made.aux if made.aux is not None and made.aux.grad else None,
+        dps=tuple(None if n is None else n.name for n in dps),
+        dxs=tuple(None if n is None else n.name for n in dxs),
+        saved=pieces.saved, kept=pieces.kept,
+        dx_avals={n.name: Aval.like(n.meta["val"]) for n in dxs if n is not None},
+        memory=memory,
+        fresh=_fresh([n for n in dps if n is not None], memory, pieces.saved + pieces.kept, dxs),
+        label=stage.label,
+    )  # fmt: skip
+
+
+def _strided(avals: Sequence[Any], names: Sequence[str | None], nodes: Sequence[fx.Node]) -> tuple[Aval | None, ...]:
+    """The avals of the outputs with the strides that the traced operations really give."""
+    value = {node.name: node.meta.get("val") for node in nodes}
+    out: list[Aval | None] = []
+    for aval, name in zip(avals, names, strict=True):
+        traced = value.get(name) if name else None
+        known = isinstance(aval, Aval) and isinstance(traced, torch.Tensor)
+        out.append(Aval.like(traced, aval.grad) if known else aval if isinstance(aval, Aval) else None)  # type: ignore[arg-type]
+    return tuple(out)
+
+
+def _program(letter: str, piece: Piece, constants: dict[str, Any], stage: Stage) -> Program:
+    used = {u.name for node in piece.nodes for u in node.all_input_nodes} | set(piece.outputs)
+    inside = {name: value for name, value in constants.items() if name in used}
+    inputs = [name for name in piece.inputs if name not in inside]
+    program = Program.from_nodes(letter, piece.nodes, inputs, piece.outputs, inside)
+    return compiled(program, inside, stage.compile) if stage.compile else program
+
+
+def _fresh(
+    dps: Sequence[fx.Node], memory: dict[str, Held], handed: Sequence[str], dxs: Sequence[fx.Node | None]
+) -> frozenset[str]:
+    """Gradients that own their storage alone, so that later ones may be added into them."""
+    owners: dict[str, int] = {}
+    others = {n.name for n in dxs if n is not None} | set(handed)
+    for name in [*(n.name for n in dps), *(o for o in others if o not in {n.name for n in dps})]:
+        if name in memory:
+            owners[memory[name].root] = owners.get(memory[name].root, 0) + 1
+    names = {n.name: n for n in dps if n.op == "call_function" and not draws(n)}
+    return frozenset(
+        name for name, node in names.items()
+        if name in memory and owners[memory[name].root] == 1 and _fake.dense(node) and not memory[name].given
+    )  # fmt: skip
+
+
+__all__ = ["Signature", "named", "programs_of", "trace"]

@@ -1,0 +1,71 @@
+"""Pytrees at the edge: flat tuples inside, the user's containers outside.
+
+optree does the walking. ``None`` is an empty node everywhere, so a missing stage or a frozen leaf needs no special
+case. This module knows nothing of stages or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+import optree
+import torch
+
+Tree: TypeAlias = Any
+Spec: TypeAlias = optree.PyTreeSpec
+
+#: One namespace for classes that a user registered with optree, the global one.
+flatten: Callable[[Tree], tuple[list[Any], Spec]] = optree.tree_flatten  # type: ignore[assignment]
+unflatten: Callable[[Spec, Iterable[Any]], Tree] = optree.tree_unflatten  # type: ignore[assignment]
+leaves: Callable[[Tree], list[Any]] = optree.tree_leaves  # type: ignore[assignment]
+tree_map: Callable[..., Tree] = optree.tree_map
+
+
+def names(tree: Tree) -> list[str]:
+    """The dotted path of every leaf.
+
+    >>> names({"norm": {"w": 1}, "bias": [2, 3]})
+    ['bias.0', 'bias.1', 'norm.w']
+    """
+    return [".".join(map(str, path)) for path in optree.tree_paths(tree)]
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a dotted path fits one of the shell-style patterns; a pattern that names a subtree takes all of it.
+
+    >>> matches("0.norm.w", ["0.*"]), matches("3.norm.w", ["3.norm"]), matches("3.wte", ["0.*"])
+    (True, True, False)
+    """
+    return any(fnmatchcase(name, p) or name.startswith(p + ".") or fnmatchcase(name, p + ".*") for p in patterns)
+
+
+def is_tensor(leaf: Any) -> bool:
+    """Whether a leaf is a tensor (and so may be split, sent or differentiated)."""
+    return isinstance(leaf, torch.Tensor)
+
+
+def is_floating(leaf: Any) -> bool:
+    """Whether a leaf can carry a gradient: floating and complex tensors."""
+    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def aval(leaf: Any) -> Any:
+    """What a trace may depend on: shape, strides, dtype and device of a tensor, the value of anything else."""
+    if isinstance(leaf, torch.Tensor):
+        return (type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
+    return (type(leaf), leaf)
+
+
+def describe(leaves: Sequence[Any]) -> str:
+    """Leaves as a reader wants them in a message.
+
+    >>> describe([torch.zeros(2, 3), 5])
+    '(float32[2, 3], 5)'
+    """
+    inside = (
+        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+        for leaf in leaves
+    )
+    return "(" + ", ".join(inside) + ")"
