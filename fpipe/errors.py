@@ -1,0 +1,92 @@
+"""Every exception that fpipe raises on purpose, as one tree.
+
+    FpipeError
+    ├── ScheduleError        a schedule that is malformed, unknown or cannot run
+    ├── StageError           a stage count, parameter list or boundary that does not fit
+    │   ├── TraceError       a function that cannot become straight-line programs
+    │   └── ActionError      a stage raised while the plan ran (chains the user's own exception)
+    ├── BatchError           a batch that cannot be split, or microbatches that do not fit
+    ├── WeaveError           a hand-written weave that breaks one of its programs
+    └── GroupError           the processes or their devices
+        ├── MismatchError    ranks that disagree about plan, shapes or versions
+        ├── PeerError        a peer that died or raised
+        ├── StalledError     a peer that was waited for longer than the time-out
+        ├── DeadlockError    every rank of a local group waits
+        ├── UnsupportedError an operation that the backend cannot do and no adaptor can replace
+        └── LaunchError      processes that could not be started
+
+A message names the value, the rule it broke and the remedy. This module knows nothing of the rest.
+"""
+
+from __future__ import annotations
+
+
+class FpipeError(Exception):
+    """Base of all deliberate errors.
+
+    >>> issubclass(ScheduleError, FpipeError)
+    True
+    """
+
+
+class ScheduleError(FpipeError, ValueError):
+    """A schedule that is malformed, unknown or cannot run.
+
+    ``rank`` and ``position`` (index in the rank's row), where known, point at the place; ``rule`` names the
+    broken rule in one word.
+
+    >>> ScheduleError("no such schedule").rank is None
+    True
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, position: int | None = None, rule: str | None = None):
+        super().__init__(message)
+        self.rank, self.position, self.rule = rank, position, rule
+
+
+class StageError(FpipeError, ValueError):
+    """A stage count, a parameter list or a boundary between stages that does not fit."""
+
+
+class TraceError(StageError):
+    """A function that cannot become straight-line programs; ``engine="eager"`` is the usual remedy."""
+
+
+class ActionError(StageError, RuntimeError):
+    """A stage raised while the plan ran. The user's own exception is its ``__cause__``."""
+
+
+class BatchError(FpipeError, ValueError):
+    """A batch that cannot be split into microbatches, or microbatches that do not fit together."""
+
+
+class WeaveError(FpipeError, ValueError):
+    """A hand-written weave of two programs that breaks the order of one of them."""
+
+
+class GroupError(FpipeError, RuntimeError):
+    """Something is wrong with the processes, their devices or what they agreed on."""
+
+
+class MismatchError(GroupError):
+    """Ranks disagree about the plan, the shapes or the versions; raised before anything is sent."""
+
+
+class PeerError(GroupError):
+    """A peer died or raised while this rank waited for it."""
+
+
+class StalledError(GroupError, TimeoutError):
+    """A peer was waited for longer than the time-out."""
+
+
+class DeadlockError(GroupError):
+    """Every rank of a local group waits for another one."""
+
+
+class UnsupportedError(GroupError):
+    """The backend cannot do this and no adaptor can replace it."""
+
+
+class LaunchError(GroupError):
+    """Processes could not be started, or ended before they began."""
