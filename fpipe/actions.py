@@ -125,6 +125,7 @@ class Placement:
     route: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "paths", tuple(map(tuple, self.paths)))
         if not self.paths or not self.paths[0]:
             raise ScheduleError("a placement needs at least one stage; give each stage a rank", rule="placement")
         if any(len(path) != len(self.paths[0]) for path in self.paths):
@@ -140,10 +141,10 @@ class Placement:
             raise ScheduleError("several paths need a route: one path index per microbatch", rule="placement")
         if any(not 0 <= k < len(self.paths) for k in self.route):
             raise ScheduleError("a route names a path that the placement does not have", rule="placement")
-        taken = list(dict.fromkeys(self.paths[k] for k in self.route)) or [self.paths[0]]
-        route = tuple(taken.index(self.paths[k]) for k in self.route) if len(taken) > 1 else ()
-        object.__setattr__(self, "paths", tuple(taken))
-        object.__setattr__(self, "route", route)
+        taken: dict[tuple[int, ...], int] = {}
+        route = tuple(taken.setdefault(self.paths[k], len(taken)) for k in self.route)
+        object.__setattr__(self, "paths", tuple(taken) or self.paths[:1])
+        object.__setattr__(self, "route", route if len(taken) > 1 else ())
 
     # ---- constructors -------------------------------------------------------------------------------------------
     @classmethod

@@ -156,7 +156,7 @@ def _malformed(cell: object) -> str:
 def _malformed_part(cell: object) -> str:
     if type(cell) is not Action:
         return f"{_clip(cell)} is not an action; give Action(stage, op, microbatch), or Fused of two or more of them"
-    if cell.op not in RULE:
+    if not isinstance(cell.op, str) or cell.op not in RULE:
         return f"{_clip(cell.op)} is not an op; the ops are F, B, I and W"
     if not isinstance(cell.stage, int) or not isinstance(cell.microbatch, int):
         return "stage and microbatch must be integers"
@@ -277,34 +277,41 @@ _SHOWN, _AROUND = 6, 5
 
 
 def _clip(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # a Fused of something that is not a tuple cannot print itself
+        text = f"a {type(value).__name__} that cannot be printed"
     return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _fault(
     rows: Sequence[Row], rank: int, position: int | None, what: str, rule: str, *more: tuple[int, int]
 ) -> ScheduleError:
-    if position is None:
-        where, marks = f"rank {rank}", [(rank, len(rows[rank]))]
-    else:
-        where, marks = f"rank {rank}, position {position} ({_clip(rows[rank][position])})", [(rank, position)]
-    window = "\n".join(_window(rows, sorted({*marks, *more})))
+    where = f"rank {rank}" if position is None else f"rank {rank}, position {position} ({_clip(rows[rank][position])})"
+    place = (rank, len(rows[rank]) if position is None else position)
+    window = "\n".join(_window(rows, [place, *more]))
     return ScheduleError(f"{where}: {what}\n{window}", rank=rank, position=position, rule=rule)
 
 
-def _window(rows: Sequence[Row], marks: Sequence[tuple[int, int]]) -> Iterator[str]:
-    """The actions around each place, the place itself underlined; one behind the last shows where one is missing."""
-    width = max(len(str(rank)) for rank, _ in marks)
-    for rank in dict.fromkeys(rank for rank, _ in marks):
-        places = [position for where, position in marks if where == rank]
-        first = max(0, places[0] - _AROUND)
-        stop = min(len(rows[rank]), places[0] + _AROUND + 1)
-        shown = f"    rank {rank:{width}} | " + ("... " if first else "")
-        mark = ""
-        for position in range(first, stop + 1):
-            cell = _clip(rows[rank][position]) if position < stop else "..." if stop < len(rows[rank]) else " "
-            if position in places:
-                mark += " " * (len(shown) - len(mark)) + "^" * len(cell)
-            shown += cell + " "
-        yield shown.rstrip()
-        yield mark
+def _window(rows: Sequence[Row], places: Sequence[tuple[int, int]]) -> Iterator[str]:
+    """The actions around each place: the first one underlined by ^, the others by ~.
+
+    A place behind a rank's last action is where one is missing.
+    """
+    width = max(len(str(rank)) for rank, _ in places)
+    shown: set[tuple[int, int]] = set()
+    for rank, place in places:
+        if (rank, place) in shown:
+            continue  # underlined already, in the line of another
+        row = rows[rank]
+        first, stop = max(0, place - _AROUND), min(len(row), place + _AROUND + 1)
+        line, marks = f"    rank {rank:{width}} | " + "... " * (first > 0), ""
+        for position in range(first, max(stop, place + 1)):
+            cell = _clip(row[position]) if position < len(row) else " "
+            if (rank, position) in places:
+                mark = "^" if (rank, position) == places[0] else "~"
+                marks += " " * (len(line) - len(marks)) + mark * len(cell)
+                shown.add((rank, position))
+            line += cell + " "
+        yield line.rstrip() + " ..." * (stop < len(row))
+        yield marks

@@ -19,6 +19,7 @@ from .errors import ScheduleError
 
 _NUMBER = "(0|[1-9][0-9]{0,5})"
 _ACTION = re.compile(f"{_NUMBER}([FBIW]){_NUMBER}")
+#: what lowering writes there, and ours writes anew
 _DROPPED = re.compile(f"{_NUMBER}(?:(?:SEND|RECV)_[FB]{_NUMBER}|(?:UNSHARD|RESHARD|REDUCE_GRAD)(?:{_NUMBER})?)")
 _FUSED_END = ")OVERLAP_F_B"
 _BLANK = " \t"
@@ -121,6 +122,8 @@ def _clip(found: str) -> str:
 
 def _cells(text: str, place: _Place, column: int, *, csv: bool) -> Iterator[AnyAction]:
     """The actions in ``text``, whose first character stands at ``column`` of the line."""
+    if csv and not text.strip(_BLANK + ","):
+        return
     plain = _ACTION.fullmatch
     for position, cell in enumerate(text.split(",")):
         word = cell.strip(_BLANK)
@@ -129,14 +132,9 @@ def _cells(text: str, place: _Place, column: int, *, csv: bool) -> Iterator[AnyA
             yield Action(int(stage), op, int(microbatch))  # type: ignore[arg-type]
         elif word[:1] == "(":
             yield _fused(word, place, column + cell.index("("), position)
-        elif not (csv and _is_dropped(word)):
+        elif not csv or (word and not _DROPPED.fullmatch(word)):
             raise _bad(word, place, column + len(cell) - len(cell.lstrip(_BLANK)), position)
         column += len(cell) + 1
-
-
-def _is_dropped(word: str) -> bool:
-    """What torch's lowering wrote and ours writes anew."""
-    return not word or _DROPPED.fullmatch(word) is not None
 
 
 def _fused(word: str, place: _Place, column: int, position: int) -> Fused:
