@@ -139,7 +139,8 @@ def _with_items(found: set[fx.Node], nodes: Sequence[fx.Node], known: Callable[[
 def _free(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
     """Names that a program must be given: used, but not made by itself."""
     made = {node.name for node in nodes}
-    return tuple(n for n in _unique(u.name for node in nodes for u in node.all_input_nodes) if n not in made)
+    used = (u.name for node in nodes for u in node.all_input_nodes if u.op != "get_attr")  # captured tensors stay inside
+    return tuple(n for n in _unique(used) if n not in made)
 
 
 def _present(nodes: Iterable[fx.Node | None]) -> list[fx.Node]:

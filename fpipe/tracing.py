@@ -198,7 +198,8 @@ def _joint_graph(stage: Stage, signature: Signature, made: Outputs) -> fx.GraphM
         return (*ys, *([] if aux is None else [aux]), *tree.leaves(state), *grads)
 
     flat = [groups[g][i] for g, i in slots]
-    graph = _fake.make_graph(joint, [*flat, *cotangents])
+    with fake_mode:  # what the function itself makes (arange, zeros, ...) must be fake too
+        graph = _fake.make_graph(joint, [*flat, *cotangents])
     names = [f"{'pxkt'[g]}{i}" for g, i in slots] + _cotangent_names(made)
     _fake.name_inputs(graph, names)
     _fake.clean(graph)
