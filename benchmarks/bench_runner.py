@@ -1,0 +1,87 @@
+"""What the runner itself costs: (a step - the programs it called) / instructions, in a local group, small stages."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+import fpipe
+from fpipe import run as runner
+
+NAMES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBV", "DualPipeV")
+
+
+def block(p, x):
+    """A small residual block."""
+    return x + torch.tanh(x @ p["w1"]) @ p["w2"]
+
+
+def square(y, t):
+    """Mean squared error."""
+    return (y - t).square().mean()
+
+
+def measure(name: str, ranks: int = 4, microbatches: int = 8, rounds: int = 40) -> dict[str, float]:
+    """Microseconds of the runner per instruction."""
+    count = ranks if name in ("GPipe", "1F1B") else 2 * ranks
+    params = [{"w1": torch.randn(16, 16) * 0.1, "w2": torch.randn(16, 16) * 0.1} for _ in range(count)]
+    x = torch.randn(4 * microbatches, 16)
+    pipe = fpipe.pipeline([block] * count, name, loss=square, microbatches=microbatches, group=fpipe.local(ranks))
+    step = fpipe.value_and_grad(pipe)
+    step(params, x, x)
+    instructions = sum(len(plan.instructions) for plan in pipe.plan(params, x, x).by_rank.values())
+    inside = [0.0]
+
+    def timed(run):
+        clock = time.perf_counter
+
+        def call(box):
+            start = clock()
+            out = run(box)
+            inside[0] += clock() - start
+            return out
+
+        return call
+
+    # A second pipeline whose programs are timed: its steps are not.
+    timed_pipe = fpipe.pipeline([block] * count, name, loss=square, microbatches=microbatches, group=fpipe.local(ranks))
+    original = runner._program
+    runner._program = lambda ins, options: original(_with(ins, timed(ins.program.run)), options)
+    timed_step = fpipe.value_and_grad(timed_pipe)
+    timed_step(params, x, x)
+    runner._program = original
+    whole, programs = [], []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        step(params, x, x)
+        whole.append(time.perf_counter() - start)
+        inside[0] = 0.0
+        timed_step(params, x, x)
+        programs.append(inside[0])
+    cost = statistics.median(w - p for w, p in zip(whole, programs, strict=True))
+    return {"step ms": 1e3 * statistics.median(whole), "programs ms": 1e3 * statistics.median(programs),
+            "instructions": instructions, "us each": 1e6 * cost / instructions}  # fmt: skip
+
+
+def _with(ins, run):
+    import copy
+    import dataclasses
+
+    program = copy.copy(ins.program)
+    program.run = run
+    return dataclasses.replace(ins, program=program)
+
+
+def main() -> None:
+    """Print the table."""
+    torch.set_num_threads(1)
+    print(f"{'schedule':24} {'step ms':>8} {'programs ms':>12} {'instructions':>13} {'us each':>8}")
+    for name in NAMES:
+        r = measure(name)
+        print(f"{name:24} {r['step ms']:8.2f} {r['programs ms']:12.2f} {r['instructions']:13d} {r['us each']:8.2f}")
+
+
+if __name__ == "__main__":
+    main()
