@@ -24,7 +24,7 @@ from .one_f_one_b import make_eager_one_f_one_b, make_one_f_one_b
 from .zbv import make_zbv
 from .zero_bubble import make_interleaved_zero_bubble, make_zb_h1, make_zb_h2
 
-__all__ = ["make_schedule", "register_schedule", "schedule_names", "unregister_schedule"]
+__all__ = ["about_schedule", "make_schedule", "register_schedule", "schedule_names", "unregister_schedule"]
 
 Maker = TypeVar("Maker", bound=Callable[..., Schedule])
 
@@ -73,6 +73,19 @@ def schedule_names() -> tuple[str, ...]:
     ('GPipe', '1F1B', 'Interleaved1F1B')
     """
     return (*(entry.name for entry in _TABLE), *(name for name, _ in _REGISTERED.values()))
+
+
+def about_schedule(name: str) -> str:
+    """One line on a schedule: the first of its function's docstring, "" where it has none.
+
+    >>> about_schedule("GPipe")
+    'All forwards, then all backwards, both in ascending order.'
+    """
+    key = _key(name)
+    if key not in _BUILT_IN and key not in _REGISTERED:
+        raise ScheduleError(_unknown(name), rule="name")
+    make = _BUILT_IN[key].make if key in _BUILT_IN else _REGISTERED[key][1]
+    return (inspect.getdoc(make) or "").partition("\n")[0]
 
 
 def make_schedule(name: str, ranks: int, microbatches: int, stages: int | None = None) -> Schedule:

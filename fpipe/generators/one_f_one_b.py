@@ -32,7 +32,7 @@ def make_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
 
 
 def make_eager_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """The same after ``2 * (ranks - r) - 1`` forwards.
+    """1F1B after ``2 * (ranks - r) - 1`` forwards, so that communication hides behind them.
 
     >>> print(make_eager_one_f_one_b(2, 4, 2))
     [0F0, 0F1, 0F2, 0B0, 0F3, 0B1, 0B2, 0B3]

@@ -1,0 +1,208 @@
+"""Where everything of a still picture stands: rectangles and lines of text, for the pens of ``.svg`` and ``.png``.
+
+A page is a list of shapes in one unit, the pixel of a plain screen; it knows nothing of files. Where actions would be
+narrower than a pixel or so, columns take the mean of what ran in them, so that a large schedule becomes a smooth
+picture rather than a moiré.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from math import ceil
+from typing import NamedTuple, TypeAlias
+
+from . import _words as words
+from ._colours import FAINT, IDLE, INK, LINE, fill, ink, mix
+from ._font import width
+from ._scene import Bar, Lane, Scene, name
+
+EDGE, GAP = 24, 4  # around the page, between lanes
+LANE = {8: 26, 32: 20, 10**9: 14}  # lane height up to so many ranks
+CELL, NARROWEST, WIDEST = 26, 560, 2200  # a short bar's width where there is room; all bars together
+TIGHT, WIDER = 15, 4200  # the same where there is little
+
+
+class Rect(NamedTuple):
+    """A filled rectangle; ``hint`` is shown under the mouse where the format can."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    colour: str
+    hint: str = ""
+
+
+class Text(NamedTuple):
+    """A line of text: ``x`` is its left end, middle or right end by ``anchor``, ``y`` its baseline."""
+
+    x: float
+    y: float
+    text: str
+    size: float
+    colour: str
+    anchor: str = "start"
+    bold: bool = False
+
+
+Shape: TypeAlias = Rect | Text
+
+
+class Page(NamedTuple):
+    """A picture: its size and its shapes, the later ones over the earlier."""
+
+    width: float
+    height: float
+    shapes: list[Shape]
+
+
+class _Frame(NamedTuple):
+    """What all lanes of a page share."""
+
+    left: float
+    width: float
+    scale: float  # pixels per unit of time
+    lane: float  # height
+    detail: int
+    size: float  # of letters in bars
+    hints: bool
+
+
+def page(scenes: Sequence[Scene]) -> Page:
+    """The layout of a picture of these scenes, one over the other on one axis."""
+    frame = _frame(scenes)
+    right = frame.left + frame.width + 130
+    shapes: list[Shape] = []
+    y: float = EDGE
+    for scene in scenes:
+        shapes.append(Text(EDGE, y + 14, words.title(scene), 17, INK, bold=True))
+        shapes.append(Text(EDGE, y + 34, words.figures(scene), 12.5, FAINT))
+        y += 62
+        bottom = y + len(scene.lanes) * (frame.lane + GAP) - GAP
+        shapes += _axis(scenes, frame, y, bottom, scene.unit)
+        for rank, lane in enumerate(scene.lanes):
+            middle = y + frame.lane / 2 + 4
+            shapes.append(Text(frame.left - 10, middle, f"rank {rank}", 12, INK, "end"))
+            shapes.append(Text(frame.left + frame.width + 12, middle, words.figures_of(lane, scene), 11, FAINT))
+            shapes.append(Rect(frame.left, y, frame.width, frame.lane, IDLE))
+            shapes += _lane(lane, scene, frame, y)
+            y += frame.lane + GAP
+        y += 18
+    shapes += _legend(scenes, frame.left, y)
+    return Page(right + EDGE, y + 16 + EDGE - 8, shapes)
+
+
+def _frame(scenes: Sequence[Scene]) -> _Frame:
+    end = max(scene.total for scene in scenes) or 1.0
+    cell = min(scene.cell for scene in scenes)
+    wide = max(min(end / cell * CELL, WIDEST), NARROWEST)
+    if end / cell * TIGHT <= WIDER:  # a wider page, if numbers can be read on it
+        wide = max(wide, end / cell * TIGHT)
+    scale = wide / end
+    ranks = max(len(scene.lanes) for scene in scenes)
+    left = EDGE + 10 + 7 * len(f"rank {ranks - 1}")
+    lane = next(height for most, height in LANE.items() if ranks <= most)
+    detail, size = _label_size(scenes, cell * scale)
+    return _Frame(left, wide, scale, lane, detail, size, sum(scene.bars for scene in scenes) <= 4000)
+
+
+def _label_size(scenes: Sequence[Scene], room: float) -> tuple[int, float]:
+    """The fullest names that fit into a short bar, and their size."""
+    for detail in (3, 2, 1):
+        size = (room - 3) / max(width(name, 1.0) for scene in scenes for name in scene.short_names(detail))
+        if size >= (9.5 if detail > 1 else 7.5):
+            return detail, min(size, 12.0)
+    return 0, 0.0
+
+
+def _axis(scenes: Sequence[Scene], frame: _Frame, top: float, bottom: float, unit: str) -> Iterator[Shape]:
+    step = words.step_of(70 / frame.scale)
+    end = max(scene.total for scene in scenes)
+    tick = 0
+    while tick * step <= end * (1 + 1e-9):
+        x = frame.left + tick * step * frame.scale
+        yield Rect(x - 0.5, top - 5, 1, bottom - top + 10, LINE)
+        label = words.number(tick * step) + (f" {unit}" if unit and tick == 0 else "")
+        yield Text(x, top - 9, label, 10.5, FAINT, "middle")
+        tick += 1
+
+
+# ---- lanes ----------------------------------------------------------------------------------------------------------
+def _lane(lane: Lane, scene: Scene, frame: _Frame, y: float) -> Iterator[Shape]:
+    if scene.cell * frame.scale < 2:
+        yield from _dense(lane, scene, frame, y)
+        return
+    for bar in lane.bars:
+        x, long = frame.left + bar.start * frame.scale, (bar.end - bar.start) * frame.scale
+        height = frame.lane / len(bar.shades)
+        inset = min(0.5, long / 8)
+        hint = _hint(bar, scene) if frame.hints else ""
+        for k, (part, shade) in enumerate(zip(bar.action.parts, bar.shades, strict=True)):
+            ground = fill(part.op, shade, scene.shades)
+            top = y + k * height
+            yield Rect(x + inset, top, long - 2 * inset, height, ground, hint)
+            label = name(part, frame.detail)
+            size = min(frame.size, height - 2)
+            if label and size >= 6.5 and width(label, size) <= long:
+                yield Text(x + long / 2, top + height / 2 + 0.36 * size, label, size, ink(ground), "middle")
+
+
+def _hint(bar: Bar, scene: Scene) -> str:
+    unit = f" {scene.unit}" if scene.unit else ""
+    text = f"{bar.action}: {words.number(bar.start)} to {words.number(bar.end)}{unit}"
+    if bar.cause and bar.wait > 0:
+        rank, position = bar.cause
+        text += f", waited {words.number(bar.wait)} for {scene.lanes[rank].bars[position].action} of rank {rank}"
+    return text
+
+
+def _dense(lane: Lane, scene: Scene, frame: _Frame, y: float) -> Iterator[Shape]:
+    """Columns of one pixel, each the mean of the colours that ran in it; equal neighbours are one rectangle."""
+    colours = dense(lane, scene, ceil(frame.width), frame.scale)
+    x = 0
+    for colour, run in groupby(colours):
+        width = sum(1 for _ in run)
+        if colour != IDLE:
+            yield Rect(frame.left + x, y, width, frame.lane, colour)
+        x += width
+
+
+def dense(lane: Lane, scene: Scene, columns: int, scale: float) -> list[str]:
+    """The mean colour of each column of ``1 / scale`` time."""
+    ends = [bar.end for bar in lane.bars]
+    colours: list[str] = []
+    for column in range(columns):
+        low, high = column / scale, (column + 1) / scale
+        mean, seen = IDLE, 0.0
+        idle = high - low
+        for bar in lane.bars[bisect_right(ends, low) : bisect_right(ends, high) + 1]:
+            time = min(bar.end, high) - max(bar.start, low)
+            if time <= 0:
+                continue
+            idle -= time
+            for part, shade in zip(bar.action.parts, bar.shades, strict=True):
+                share = time / len(bar.shades)
+                seen += share
+                mean = mix(mean, fill(part.op, shade, scene.shades), share / seen)
+        colours.append(mix(mean, IDLE, min(max(idle * scale, 0.0), 1.0)) if seen else IDLE)
+    return colours
+
+
+def _legend(scenes: Sequence[Scene], x: float, y: float) -> Iterator[Shape]:
+    shades = max(scene.shades for scene in scenes)
+    for op, word in {op: word for scene in scenes for op, word in words.legend(scene)}.items():
+        for k in range(shades):
+            yield Rect(x + 16 * k, y, 16, 16, fill(op, k, shades))
+        yield Text(x + 8, y + 12, op, 11, ink(fill(op, 0, shades)), "middle")
+        x += 16 * shades + 7
+        yield Text(x, y + 12.5, word, 12, INK)
+        x += 7 * len(word) + 22
+    if shades > 1:
+        yield Text(x, y + 12.5, "paler: a rank's other stages", 12, FAINT)
+        x += 190
+    if any(scene.fused for scene in scenes):
+        yield Rect(x, y, 16, 8, fill("F"))
+        yield Rect(x, y + 8, 16, 8, fill("B"))
+        yield Text(x + 23, y + 12.5, "fused", 12, INK)

@@ -1,0 +1,248 @@
+"""A timeline as text: lanes of labelled cells that fit the width, in colour or in plain ASCII.
+
+What fits decides how much is written. Full names (``3F2``) if the picture stays small, then op and microbatch
+(``F2``), then, in colour, the microbatch alone. What is longer than a line is cut into panels, one under the other,
+like lines of music; what would fill too many screens becomes an overview, in which a column shows the work that
+takes most of its time. Plain text needs no more than ASCII; the second chunk of a rank is in small letters there.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, floor
+
+from . import _words as words
+from ._colours import fill, ink, mix, rgb
+from ._scene import Lane, Scene, name
+
+#: (detail, how many lines of text it may fill, 0 for one panel), best first; the first that is short enough is drawn
+COLOURED = ((3, 0), (2, 0), (1, 0), (3, 12), (2, 50), (1, 60), (2, 130), (1, 320))
+PLAIN = ((3, 0), (3, 24), (2, 50), (2, 400))
+PLAIN_ONE_CHUNK = ((3, 0), (2, 0), *PLAIN[1:])
+WIDEST_CELL = 10  # columns for a short bar of a small schedule
+
+Style = tuple[str, str] | None  # (letters' colour, ground), or idle
+Cell = tuple[str, Style]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a picture is laid out: ``scale`` columns per unit of time, ``columns`` to a panel, ``panels`` of them."""
+
+    detail: int
+    scale: float
+    columns: int
+    panels: int
+    margin: int
+
+
+def paint(scenes: Sequence[Scene], width: int, colour: int) -> str:
+    """The text of a picture ``width`` columns wide, in ``colour`` 0 (none), 8 (256 colours) or 24 bits."""
+    plan = _plan(scenes, width, bool(colour))
+    rows = [[_row(lane, scene, plan, bool(colour)) for lane in scene.lanes] for scene in scenes]
+    last = ceil(max(scene.total for scene in scenes) * plan.scale - 1e-9)
+    lines: list[str] = []
+    for panel in range(plan.panels):
+        first = panel * plan.columns
+        stop = min(first + plan.columns, last)
+        lines += ["", _axis(plan, first, stop)] if panel else []
+        for scene, cells in zip(scenes, rows, strict=True):
+            if panel == 0 or len(scenes) > 1:
+                lines.append(words.title(scene) if panel == 0 else scene.name)
+            if panel == 0:
+                lines.append(_axis(plan, first, stop))
+            for rank, row in enumerate(cells):
+                lines.append(_label(rank, plan) + _ansi(row[first:stop], colour))
+    lines.append("")
+    for scene in scenes:
+        lines.append((f"{scene.name or 'schedule'}: " if len(scenes) > 1 else "") + words.figures(scene))
+    lines.append(_legend(scenes, plan, colour))
+    return "\n".join(line[:width] if not colour else line for line in (text.rstrip() for text in lines)) + "\n"
+
+
+# ---- layout ---------------------------------------------------------------------------------------------------------
+def _plan(scenes: Sequence[Scene], width: int, colour: bool) -> _Plan:
+    ranks = max(len(scene.lanes) for scene in scenes)
+    margin = len(str(ranks - 1)) + (6 if width >= 50 else 1)
+    columns = max(width - margin, 8)
+    end = max(scene.total for scene in scenes)
+    cell = min(scene.cell for scene in scenes)
+    shades = max(scene.shades for scene in scenes)
+    for detail, budget in COLOURED if colour else PLAIN if shades > 1 else PLAIN_ONE_CHUNK:
+        need = max(len(name) for scene in scenes for name in scene.short_names(detail)) + 1
+        panels = ceil(end / cell * need / (columns // need * need) - 1e-9) if columns >= need else budget + 1
+        if panels <= 1:
+            return _Plan(detail, _filling(end, cell, columns), columns, 1, margin)
+        if panels * sum(len(scene.lanes) + 2 for scene in scenes) <= budget:
+            even = ceil(end / cell / panels - 1e-9) * need  # panels of one length, cut between cells
+            return _Plan(detail, need / cell, even, panels, margin)
+    return _Plan(0, columns / end if end else 1.0, columns, 1, margin)
+
+
+def _filling(end: float, cell: float, columns: int) -> float:
+    """The scale of a picture in one panel: whole columns per cell where they fill most of the width."""
+    most = columns * cell / end if end else WIDEST_CELL
+    return min(floor(most + 1e-9) if most >= 2 else most, WIDEST_CELL) / cell
+
+
+def _label(rank: int, plan: _Plan) -> str:
+    text = f"rank {rank}" if plan.margin > 6 else str(rank)
+    return text.ljust(plan.margin)
+
+
+def _axis(plan: _Plan, first: int, stop: int) -> str:
+    """Numbers above the columns ``first`` to ``stop``, each standing over the column of its time."""
+    step = words.step_of(8 / plan.scale)
+    line = " " * plan.margin
+    tick = ceil(first / plan.scale / step - 1e-9)
+    while (column := round(tick * step * plan.scale)) < stop:
+        text = words.number(tick * step)
+        at = plan.margin + column - first
+        if len(line) <= at and at + len(text) <= plan.margin + plan.columns:
+            line += " " * (at - len(line)) + text + " "
+        tick += 1
+    return line
+
+
+# ---- one lane -------------------------------------------------------------------------------------------------------
+def _row(lane: Lane, scene: Scene, plan: _Plan, colour: bool) -> list[Cell]:
+    if plan.detail == 0:
+        return _overview(lane, scene, plan, colour)
+    row: list[Cell] = [(" " if colour else ".", None)] * (plan.columns * plan.panels)
+    for bar in lane.bars:
+        start, stop = round(bar.start * plan.scale), min(round(bar.end * plan.scale), len(row))
+        parts = bar.action.parts
+        for k, (part, shade) in enumerate(zip(parts, bar.shades, strict=True)):
+            a = start + (stop - start) * k // len(parts)
+            b = start + (stop - start) * (k + 1) // len(parts)
+            label = name(part, plan.detail)
+            if colour:
+                row[a:b] = _coloured(label, a, b, fill(part.op, shade, scene.shades), plan.columns)
+            else:
+                label = label.lower() if shade % 2 and plan.detail < 3 else label
+                row[a:b] = _plain(label, a, b, " " if part is parts[-1] else "&", plan.columns)
+    return row
+
+
+def _piece(a: int, b: int, columns: int) -> tuple[int, int]:
+    """The larger piece of a bar that the edge of a panel cuts, counted from its start; all of one that it does not."""
+    cut = (a // columns + 1) * columns
+    if cut >= b:
+        return 0, b - a
+    return (0, cut - a) if cut - a >= b - cut else (cut - a, b - a)
+
+
+def _coloured(label: str, a: int, b: int, ground: str, columns: int) -> list[Cell]:
+    """A bar's cells: a thin line at its left edge, its label in the middle."""
+    style = (ink(ground), ground)
+    cells: list[Cell] = [(" ", style)] * (b - a)
+    low, high = _piece(a, b, columns)
+    room = high - low - len(label)
+    if room > 0:
+        cells[0] = ("▏", (mix(ground, "#000000", 0.45), ground))
+    if room >= 0:
+        at = low + (room + 1) // 2
+        cells[at : at + len(label)] = [(char, style) for char in label]
+    return cells
+
+
+def _plain(label: str, a: int, b: int, end: str, columns: int) -> list[Cell]:
+    """A bar in ASCII: its label, dashes, and at its end a blank, or ``&`` between the parts of a fused one."""
+    if a >= b:
+        return []
+    low, high = _piece(a, b, columns)
+    text = "-" * low + label[: high - low]
+    text = text.ljust(b - a - 1, "-") + end if len(text) < b - a else text
+    return [(char, None) for char in text]
+
+
+def _overview(lane: Lane, scene: Scene, plan: _Plan, colour: bool) -> list[Cell]:
+    """Each column, in colour each half of one, shows what takes most of its time."""
+    if not colour:
+        found = _dominant(lane, plan.columns, plan.scale)
+        return [("." if f is None else (f[0].lower() if f[1] % 2 else f[0]), None) for f in found]
+    grounds = [
+        None if f is None else fill(f[0], f[1], scene.shades) for f in _dominant(lane, 2 * plan.columns, 2 * plan.scale)
+    ]
+    cells: list[Cell] = []
+    for left, right in zip(grounds[::2], grounds[1::2], strict=True):
+        if left == right:
+            cells.append((" ", (ink(left), left) if left else None))
+        elif left is None:
+            cells.append(("▐", (right or "", "")))
+        else:
+            cells.append(("▌", (left, right or "")))
+    return cells
+
+
+def _dominant(lane: Lane, columns: int, scale: float) -> list[tuple[str, int] | None]:
+    """For each column the (op, shade) to show, or None for idle: the one that is owed most, where each is owed the
+    time it takes. So what takes a third of the time gets a third of the columns, and nothing small is lost."""
+    ends = [bar.end for bar in lane.bars]
+    owed: dict[tuple[str, int] | None, float] = {}
+    found: list[tuple[str, int] | None] = []
+    for column in range(columns):
+        low, high = column / scale, (column + 1) / scale
+        idle = high - low
+        here: dict[tuple[str, int] | None, float] = {}
+        for bar in lane.bars[bisect_right(ends, low) :]:
+            if bar.start >= high:
+                break
+            time = min(bar.end, high) - max(bar.start, low)
+            idle -= time
+            for part, shade in zip(bar.action.parts, bar.shades, strict=True):
+                here[part.op, shade] = here.get((part.op, shade), 0.0) + time / len(bar.shades)
+        here[None] = idle
+        for what, time in here.items():
+            owed[what] = owed.get(what, 0.0) + time
+        shown = max((what for what, time in here.items() if time > 0), key=owed.__getitem__, default=None)
+        owed[shown] -= high - low
+        found.append(shown)
+    return found
+
+
+# ---- colours --------------------------------------------------------------------------------------------------------
+def _ansi(cells: Sequence[Cell], bits: int) -> str:
+    if not bits:
+        return "".join(char for char, _ in cells)
+    text: list[str] = []
+    now: Style = None
+    for char, style in cells:
+        if style != now:
+            text.append("\x1b[0m" if style is None else _escape(style, bits))
+            now = style
+        text.append(char)
+    return "".join(text) + ("\x1b[0m" if now else "")
+
+
+def _escape(style: tuple[str, str], bits: int) -> str:
+    letters, ground = style
+    codes = ["0"]
+    codes += [f"38;{_code(letters, bits)}"] if letters else []
+    codes += [f"48;{_code(ground, bits)}"] if ground else []
+    return f"\x1b[{';'.join(codes)}m"
+
+
+def _code(colour: str, bits: int) -> str:
+    red, green, blue = rgb(colour)
+    if bits >= 24:
+        return f"2;{red};{green};{blue}"
+    near = [min(range(6), key=lambda k: abs((0, 95, 135, 175, 215, 255)[k] - v)) for v in (red, green, blue)]
+    return f"5;{16 + 36 * near[0] + 6 * near[1] + near[2]}"
+
+
+def _legend(scenes: Sequence[Scene], plan: _Plan, bits: int) -> str:
+    ops = {op: word for scene in scenes for op, word in words.legend(scene)}
+    shades = max(scene.shades for scene in scenes)
+    items = []
+    for op, word in ops.items():
+        if bits:
+            swatch = [(" ", (ink(g), g)) for g in (fill(op, k, shades) for k in range(shades)) for _ in range(2)]
+            items.append(_ansi([(op, swatch[0][1]), *swatch[1:]], bits) + f" {word}")
+        else:
+            items.append(f"{op} {word}")
+    if not bits and shades == 2 and plan.detail < 3:
+        items.append("small letters: a rank's other stage")
+    return "  ".join(items)

@@ -1,0 +1,91 @@
+"""Numbers and short phrases as all pictures write them, so that a figure reads the same wherever it stands."""
+
+from __future__ import annotations
+
+from ._colours import WORDS
+from ._scene import Lane, Scene
+
+
+def number(value: float) -> str:
+    """At most four significant digits, thousands and more in full, no trailing zeros.
+
+    >>> number(26.0), number(0.30000000000000004), number(123456.7), number(2 / 3)
+    ('26', '0.3', '123457', '0.6667')
+    """
+    if value != value or value in (float("inf"), float("-inf")):
+        return str(value)
+    if abs(value) >= 1000:
+        return f"{value:.0f}"
+    text = f"{value:.4g}"
+    return text if "e" in text or "." not in text else text.rstrip("0").rstrip(".")
+
+
+def percent(share: float) -> str:
+    """A share as a percentage with one decimal where it has one.
+
+    >>> percent(0.0), percent(3 / 11)
+    ('0%', '27.3%')
+    """
+    text = f"{100 * share:.1f}"
+    return (text[:-2] if text.endswith(".0") else text).replace("-0", "0") + "%"
+
+
+def held(amount: float, unit: str) -> str:
+    """What a rank holds: bytes with a prefix, anything else as a number.
+
+    >>> held(3 * 2**20, "bytes"), held(4.5, "A")
+    ('3.0 MiB', '4.5')
+    """
+    if unit != "bytes":
+        return number(amount)
+    for prefix in ("B", "KiB", "MiB", "GiB"):
+        if abs(amount) < 1024 or prefix == "GiB":
+            break
+        amount /= 1024
+    return f"{amount:.0f} B" if prefix == "B" else f"{amount:.1f} {prefix}"
+
+
+def title(scene: Scene) -> str:
+    """``ZBV: 4 ranks, 8 microbatches``."""
+    name = scene.name or "schedule"
+    return f"{name}: {_count(len(scene.lanes), 'rank')}, {_count(scene.microbatches, 'microbatch')}"
+
+
+def figures(scene: Scene) -> str:
+    """``total 51, span 48, bubble 0%, peak 8``: one line under a picture."""
+    unit = f" {scene.unit}" if scene.unit else ""
+    peaks = [held(lane.peak, scene.memory_unit) for lane in scene.lanes]
+    peak = held(max((lane.peak for lane in scene.lanes), default=0.0), scene.memory_unit)
+    each = f" (by rank {' '.join(peaks)})" if len(set(peaks)) > 1 and len(peaks) <= 16 else ""
+    return (
+        f"total {number(scene.total)}{unit}, span {number(scene.span)}{unit}, bubble {percent(scene.bubble)}, "
+        f"peak {peak}{each}"
+    )
+
+
+def figures_of(lane: Lane, scene: Scene) -> str:
+    """``bubble 12.5%, peak 4`` for one rank."""
+    return f"bubble {percent(lane.bubble)}, peak {held(lane.peak, scene.memory_unit)}"
+
+
+def legend(scene: Scene) -> list[tuple[str, str]]:
+    """(op, what it means) for the ops that occur."""
+    return [(op, WORDS[op]) for op in scene.ops]
+
+
+def step_of(least: float) -> float:
+    """The smallest of 1, 2, 5, 10, 20, 50, ... (or 0.5, 0.2, ...) that is at least ``least``.
+
+    >>> step_of(3), step_of(0.04), step_of(51)
+    (5.0, 0.05, 100.0)
+    """
+    power = 1.0
+    while power > least > 0:
+        power /= 10
+    while power * 10 <= least:
+        power *= 10
+    return next(power * k for k in (1, 2, 5, 10) if power * k >= least * (1 - 1e-9))
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" + ("" if n == 1 else "es" if what.endswith("ch") else "s")

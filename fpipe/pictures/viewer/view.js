@@ -1,0 +1,317 @@
+// What the page does: the window in time, hovering, choosing, searching, keys. Painting is left to paint.js.
+
+const $ = (id) => document.getElementById(id);
+const raw = unpack(JSON.parse($("data").textContent));
+const state = {
+  scenes: raw.scenes, total: Math.max(...raw.scenes.map((scene) => scene.total)) || 1, from: 0, to: 1, scroll: 0,
+  memory: true, byRank: false, hover: null, chosen: null, matches: null, found: [], at: -1, rows: [], height: 0, searches: 0,
+};
+state.to = state.total;
+const lanes = $("lanes"), map = $("map"), tip = $("tip"), query = $("query");
+let view = null, mapView = null, waiting = false;
+
+function draw() {
+  if (waiting) return;
+  waiting = true;
+  requestAnimationFrame(() => {
+    waiting = false;
+    paintNow();
+  });
+}
+
+function paintNow() {
+  const placed = arrange(state, lanes.clientHeight);
+  state.rows = placed.rows;
+  state.height = placed.height;
+  state.scroll = clamp(state.scroll, 0, Math.max(0, placed.height - (lanes.clientHeight - AXIS)));
+  mapView = paintMap(map, state);
+  view = paintLanes(lanes, state);
+}
+
+const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
+
+// ---- the window in time ---------------------------------------------------------------------------------------------
+function show(from, to) {
+  const least = state.total / 1e7;
+  const length = clamp(to - from, least, state.total);
+  from = clamp(from, 0, state.total - length);
+  state.from = from;
+  state.to = from + length;
+  draw();
+}
+
+function zoom(factor, centre = (state.from + state.to) / 2) {
+  const length = clamp((state.to - state.from) / factor, state.total / 1e7, state.total);
+  const share = (centre - state.from) / (state.to - state.from);
+  show(centre - share * length, centre + (1 - share) * length);
+}
+
+function pan(time) {
+  show(state.from + time, state.to + time);
+}
+
+function bring(place, close) {
+  const lane = state.scenes[place.scene].lanes[place.rank];
+  const a = lane.start[place.index], b = lane.end[place.index];
+  let length = state.to - state.from;
+  if (close) length = Math.min(length, Math.max((b - a) * 14, state.total / 1e7));
+  if (close || a < state.from || b > state.to) show((a + b - length) / 2, (a + b + length) / 2);
+  const row = state.rows.find((r) => r.lane === lane);
+  const high = lanes.clientHeight - AXIS;
+  if (row && (row.y < state.scroll || row.y + row.height > state.scroll + high)) state.scroll = row.y - high / 2;
+  draw();
+}
+
+// ---- under the mouse ------------------------------------------------------------------------------------------------
+function placeAt(x, y) {
+  if (!view || x < view.left || x > view.left + view.width || y < view.top) return null;
+  const row = state.rows.find((r) => r.lane && y - view.top + state.scroll >= r.y && y - view.top + state.scroll < r.y + r.height);
+  if (!row) return null;
+  const time = state.from + (x - view.left) / view.scale;
+  const onCurve = row.curve > 0 && y - view.top + state.scroll > row.y + row.bar;
+  return {scene: row.scene, rank: row.rank, time, onCurve, ...barAt(row.lane, time)};
+}
+
+function hover(x, y) {
+  const place = placeAt(x, y);
+  const was = state.hover;
+  state.hover = place && place.index >= 0 && !place.onCurve ? place : null;
+  lanes.style.cursor = state.hover ? "pointer" : "";
+  if (!place) tip.hidden = true;
+  else tell(place, x, y);
+  if ((was && was.index) !== (state.hover && state.hover.index) || (was && was.rank) !== (state.hover && state.hover.rank)
+    || (was && was.scene) !== (state.hover && state.hover.scene)) draw();
+}
+
+function tell(place, x, y) {
+  const scene = state.scenes[place.scene], lane = scene.lanes[place.rank];
+  let lines;
+  if (place.onCurve) lines = [["", `rank ${place.rank} holds ${held(heldAt(lane, place.time), scene.memoryUnit)}`],
+    ["faint", `at ${time(place.time, scene)}; at most ${held(lane.peak, scene.memoryUnit)}`]];
+  else if (place.index >= 0) lines = describe(state.scenes, place.scene, place.rank, place.index);
+  else lines = describeIdle(scene, lane, place.next);
+  tip.replaceChildren(...lines.map(([kind, text], k) => element(k ? "p" : "h2", text, kind)));
+  tip.hidden = false;
+  const width = tip.offsetWidth, height = tip.offsetHeight;
+  tip.style.left = `${x + 16 + width > lanes.clientWidth ? Math.max(x - width - 12, 4) : x + 16}px`;
+  tip.style.top = `${y + 18 + height > lanes.clientHeight ? Math.max(y - height - 10, 4) : y + 18}px`;
+}
+
+function element(tag, text, kind = "") {
+  const made = document.createElement(tag);
+  made.textContent = text;
+  if (kind) made.className = kind;
+  return made;
+}
+
+// ---- the chosen action ----------------------------------------------------------------------------------------------
+function choose(place) {
+  state.chosen = place;
+  const row = $("chosen");
+  if (!place) {
+    row.replaceChildren(element("span", "Click an action to choose it; press ? for the keys.", "faint"));
+  } else {
+    const lines = describe(state.scenes, place.scene, place.rank, place.index);
+    row.replaceChildren(...lines.map(([kind, text], k) => element(k ? "span" : "b", text, kind)));
+    if (state.scenes[place.scene].lanes[place.rank].cause.has(place.index)) {
+      const button = element("button", "go there (w)");
+      button.onclick = follow;
+      row.children[0].after(button);
+    }
+  }
+  draw();
+}
+
+function follow() {
+  if (!state.chosen) return;
+  const cause = state.scenes[state.chosen.scene].lanes[state.chosen.rank].cause.get(state.chosen.index);
+  if (!cause) return;
+  const place = {scene: state.chosen.scene, rank: cause.rank, index: cause.index};
+  choose(place);
+  bring(place, false);
+}
+
+function step(by) {
+  const place = state.chosen || {scene: 0, rank: 0, index: by > 0 ? -1 : 0};
+  const count = state.scenes[place.scene].lanes[place.rank].names.length;
+  if (!count) return;
+  const next = {scene: place.scene, rank: place.rank, index: clamp(place.index + by, 0, count - 1)};
+  choose(next);
+  bring(next, false);
+}
+
+// ---- search ---------------------------------------------------------------------------------------------------------
+function search() {
+  const text = query.value;
+  state.found = text.trim() ? find(state.scenes, text) || [] : [];
+  state.at = -1;
+  state.searches += 1;
+  state.matches = null;
+  const known = text.trim() ? find(state.scenes, text) !== null : true;
+  if (state.found.length) {
+    state.matches = new Map();
+    for (const {scene, rank, index} of state.found) {
+      const lane = state.scenes[scene].lanes[rank];
+      if (!state.matches.has(lane)) state.matches.set(lane, new Set());
+      state.matches.get(lane).add(index);
+    }
+  }
+  $("found").textContent = !text.trim() ? "" : state.found.length ? `${state.found.length} found` : known ? "none" : "like 3F2";
+  draw();
+}
+
+function next(by) {
+  const count = state.found.length;
+  if (!count) return;
+  state.at = (state.at + by + (state.at < 0 && by < 0 ? 1 : 0) + count) % count;
+  $("found").textContent = `${state.at + 1} of ${count}`;
+  choose(state.found[state.at]);
+  bring(state.found[state.at], true);
+}
+
+// ---- keys, buttons, mouse -------------------------------------------------------------------------------------------
+function toggle(name) {
+  if (name === "byRank" && state.scenes.length < 2) return;
+  state[name] = !state[name];
+  $("memory").setAttribute("aria-pressed", state.memory);
+  $("group").setAttribute("aria-pressed", state.byRank);
+  draw();
+}
+
+function help(open = $("help").hidden) {
+  $("help").hidden = !open;
+  $("ask").setAttribute("aria-expanded", open);
+}
+
+function letGo() {
+  help(false);
+  query.value = "";
+  search();
+  choose(null);
+  query.blur();
+}
+
+const KEYS = {
+  ArrowLeft: (event) => pan((state.from - state.to) * (event.shiftKey ? 1 : 0.2)),
+  ArrowRight: (event) => pan((state.to - state.from) * (event.shiftKey ? 1 : 0.2)),
+  ArrowUp: () => { state.scroll -= 60; draw(); },
+  ArrowDown: () => { state.scroll += 60; draw(); },
+  "+": () => zoom(1.5), "=": () => zoom(1.5), "-": () => zoom(1 / 1.5), _: () => zoom(1 / 1.5),
+  0: () => show(0, state.total), "/": () => query.focus(), "?": () => help(),
+  m: () => toggle("memory"), g: () => toggle("byRank"), w: follow, "[": () => step(-1), "]": () => step(1), Escape: letGo,
+};
+
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.target === query) {
+    if (event.key === "Enter") next(event.shiftKey ? -1 : 1);
+    else if (event.key === "Escape") letGo();
+    else return;
+  } else if (Object.hasOwn(KEYS, event.key)) {
+    if (event.target.tagName === "BUTTON" && event.key === " ") return;
+    KEYS[event.key](event);
+  } else {
+    return;
+  }
+  event.preventDefault();
+});
+
+query.addEventListener("input", search);
+$("closer").onclick = () => zoom(1.5);
+$("wider").onclick = () => zoom(1 / 1.5);
+$("fit").onclick = () => show(0, state.total);
+$("memory").onclick = () => toggle("memory");
+$("group").onclick = () => toggle("byRank");
+$("ask").onclick = () => help();
+
+lanes.addEventListener("wheel", (event) => {
+  event.preventDefault();
+  const {offsetX: x, deltaX, deltaY} = event;
+  if (event.shiftKey || Math.abs(deltaX) > Math.abs(deltaY)) pan(((deltaX || deltaY) / view.width) * (state.to - state.from));
+  else if (x < view.left) { state.scroll += deltaY; draw(); }
+  else zoom(Math.exp(-clamp(deltaY, -120, 120) / 300), state.from + (x - view.left) / view.scale);
+}, {passive: false});
+
+let drag = null;
+lanes.addEventListener("pointerdown", (event) => {
+  drag = {x: event.clientX, y: event.clientY, from: state.from, scroll: state.scroll, moved: false};
+  lanes.setPointerCapture(event.pointerId);
+});
+lanes.addEventListener("pointermove", (event) => {
+  if (!drag) return hover(event.offsetX, event.offsetY);
+  const dx = event.clientX - drag.x, dy = event.clientY - drag.y;
+  if (Math.abs(dx) + Math.abs(dy) > 4) drag.moved = true;
+  if (!drag.moved) return;
+  tip.hidden = true;
+  lanes.classList.add("dragging");
+  state.scroll = drag.scroll - dy;
+  const length = state.to - state.from, from = drag.from - dx / view.scale;
+  show(from, from + length);
+});
+lanes.addEventListener("pointerup", (event) => {
+  const click = drag && !drag.moved;
+  drag = null;
+  lanes.classList.remove("dragging");
+  if (!click) return;
+  const place = placeAt(event.offsetX, event.offsetY);
+  choose(place && place.index >= 0 ? place : null);
+});
+lanes.addEventListener("pointercancel", () => { drag = null; lanes.classList.remove("dragging"); });
+lanes.addEventListener("pointerleave", () => { if (!drag) { tip.hidden = true; state.hover = null; draw(); } });
+lanes.addEventListener("dblclick", (event) => {
+  const place = placeAt(event.offsetX, event.offsetY);
+  if (place && place.index >= 0) bring(place, true);
+});
+
+let mapDrag = false;
+const centreOn = (x) => {
+  const length = state.to - state.from, centre = (x - mapView.left) / mapView.scale;
+  show(centre - length / 2, centre + length / 2);
+};
+map.addEventListener("pointerdown", (event) => { mapDrag = true; map.setPointerCapture(event.pointerId); centreOn(event.offsetX); });
+map.addEventListener("pointermove", (event) => { if (mapDrag) centreOn(event.offsetX); });
+map.addEventListener("pointerup", () => { mapDrag = false; });
+
+// ---- the page around the canvas -------------------------------------------------------------------------------------
+function head() {
+  for (const scene of state.scenes) {
+    const line = document.createElement("div");
+    line.append(element("h1", scene.title));
+    for (const [word, value] of scene.figures) {
+      const span = element("span", word + " ");
+      span.append(element("b", value));
+      line.append(span);
+    }
+    $("figures").append(line);
+  }
+  for (const {op, word, colours: shades} of raw.legend) {
+    const span = document.createElement("span"), swatch = document.createElement("i");
+    shades.forEach((shade, k) => {
+      const cell = element("b", k ? "" : op === "fused" ? "" : op);
+      cell.style.background = shade.colour;
+      cell.style.color = shade.ink;
+      swatch.append(cell);
+    });
+    if (op === "fused") swatch.className = "fused";
+    span.append(swatch, element("span", word));
+    $("legend").append(span);
+  }
+  $("group").hidden = state.scenes.length < 2;
+}
+
+new ResizeObserver(draw).observe($("stage"));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readTheme(); draw(); });
+readTheme();
+head();
+choose(null);
+paintNow();
+
+// For scripts and tests: where an action stands on the page, and what is shown.
+window.fpipe = {
+  state, find: (text) => find(state.scenes, text),
+  where: (place) => {
+    paintNow();
+    const box = boxOf(place, view, state), at = lanes.getBoundingClientRect();
+    return box && {x: at.left + box.x + box.width / 2, y: at.top + box.y + box.height / 2, width: box.width};
+  },
+};
