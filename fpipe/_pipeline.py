@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,7 +107,7 @@ class Pipeline:
         """What the cold path needs."""
         return Recipe(self.functions, self.loss, has_aux, self.group, self.tied, self.accumulate)
 
-    @property
+    @cached_property
     def sides(self) -> tuple[tuple[str, ...], ...]:
         """The side inputs of every stage, and of the loss at the end."""
         return (*(stage.sides for stage in self.functions), loss_sides(self.loss))
@@ -127,7 +128,7 @@ class Pipeline:
         for stage in self.here:
             rank = next(r for r in self.placement.ranks_of(stage) if r in self.group.here)
             device = self.group.device(rank)
-            move = lambda leaf, device=device: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
+            move = lambda leaf, device=device: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
             out[stage] = tree.tree_map(move, params[stage])
         return out
 

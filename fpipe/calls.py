@@ -17,9 +17,10 @@ from ._fake import wrapped
 from .collect import Collected, collect
 from .errors import BatchError, StageError
 from .feed import Feeder, Values, weights
-from .microbatch import Microbatches, count, merge, split
+from .microbatch import Microbatches, Parts, count, merge, split
 from .resolve import Group1, Request, Resolved, resolve
 from .run import drive, execute, registers
+from .tracing import ambient
 from .tree import matches
 
 if TYPE_CHECKING:
@@ -53,10 +54,12 @@ class Call:
         self._check_targets(targets)
         self.number = m = count([x, *targets, *side.values()], pipe.microbatches)
         self.whole = not isinstance(x, Microbatches)
-        self.x = split(x, m, "x")
-        self.targets = [split(t, m, f"target {i}") for i, t in enumerate(targets)]
-        self.sides = self._cut_sides(side, m)
-        self.schedule = pipe.schedule(m)
+        self.x = Parts(x, m, "x")
+        self.targets = [Parts(t, m, f"target {i}") for i, t in enumerate(targets)]
+        self._check_sides(side)
+        self.sides = {name: Parts(value, m, f"side input {name!r}") for name, value in side.items()}
+        self.leaves = {s: tree.flatten(params[s]) for s in pipe.here}
+        self.state_leaves = {} if self.state is None else {s: tree.flatten(self.state[s]) for s in pipe.here}
 
     def _check_targets(self, targets: Sequence[Any]) -> None:
         if self.pipe.loss is None and targets:
@@ -64,10 +67,8 @@ class Call:
                 f"{len(targets)} targets were given, but the pipeline has no loss; say pipeline(..., loss=)"
             )
 
-    def _cut_sides(self, side: dict[str, Any], m: int) -> list[list[dict[str, Any]]]:
-        """Side inputs of every stage, and of the loss, for every microbatch."""
-        asked = self.pipe.sides
-        known = {name for names in asked for name in names}
+    def _check_sides(self, side: dict[str, Any]) -> None:
+        known = {name for names in self.pipe.sides for name in names}
         for name in side:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
@@ -76,45 +77,21 @@ class Call:
                     f"no stage and no loss names a keyword-only argument {name!r}{hint} (they name "
                     f"{', '.join(sorted(known)) or 'none'})"
                 )
-        parts = {name: split(value, m, f"side input {name!r}") for name, value in side.items()}
-        return [[{n: parts[n][k] for n in names if n in parts} for k in range(m)] for names in asked]
+
+    def _sides(self, stage: int, mb: int) -> dict[str, Any]:
+        """The side inputs of a stage, or of the loss (stage -1), for one microbatch."""
+        return {n: self.sides[n].tree(mb) for n in self.pipe.sides[stage] if n in self.sides}
 
     # ---- the plans ----------------------------------------------------------------------------------------------
-    def request(self) -> Request:
-        """This call's signature."""
-        training = self.mode != "forward"
-        pipe = self.pipe
-        params: list[Group1 | None] = [None] * pipe.stages
-        states: list[Group1 | None] = [None] * pipe.stages
-        for stage in pipe.here:
-            grads = training and 0 in self.wanted
-            params[stage] = self._params(stage, grads)
-            states[stage] = Group1.of(None if self.state is None else self.state[stage])
-        kinds: dict[Any, int] = {}
-        kind_of = []
-        dx = training and 1 in self.wanted
-        for m in range(self.number):
-            sides = tuple(Group1.of(side[m]) for side in self.sides)
-            kind = (Group1.of(self.x[m], dx), tuple(Group1.of(t[m]) for t in self.targets), sides)
-            kind_of.append(kinds.setdefault(kind, len(kinds)))
-        return Request(
-            self.schedule.only("F") if not training else self._phased() if self.mode == "vjp" else self.schedule,
-            tuple(params), tuple(states), tuple(kinds), tuple(kind_of), self.mode, dx,
-        )  # fmt: skip
-
-    def _phased(self) -> Any:
-        return self.pipe.phased(self.number)
-
-    def _params(self, stage: int, grads: bool) -> Group1:
-        if not self.pipe.frozen or not grads:
-            return Group1.of(self.params[stage], grads)
-        flags = [not matches(f"{stage}.{name}", self.pipe.frozen) for name in tree.names(self.params[stage])]
-        return Group1.of(self.params[stage], flags)
-
     def resolved(self) -> Resolved:
         """The plans for this call, made at its first of this signature."""
-        request = self.request()
-        key = (request, self.has_aux, self.pipe.debugging)
+        key = (
+            self.mode, self.wanted, self.has_aux, self.number, self.pipe.debugging, ambient(),
+            tuple((spec, *map(tree.aval, leaves)) for leaves, spec in self.leaves.values()),
+            tuple((spec, *map(tree.aval, leaves)) for leaves, spec in self.state_leaves.values()),
+            self.x.signature(), tuple(t.signature() for t in self.targets),
+            tuple((name, part.signature()) for name, part in self.sides.items()),
+        )  # fmt: skip
         try:
             found = self.pipe.cache.get(key)
         except TypeError as error:
@@ -123,20 +100,59 @@ class Call:
                 "or None, or register its class with optree"
             ) from error
         if found is None:
-            found = self.pipe.cache[key] = resolve(self.pipe.recipe(self.has_aux), request)
+            found = self.pipe.cache[key] = resolve(self.pipe.recipe(self.has_aux), self.request())
         return found
 
+    def request(self) -> Request:
+        """This call's signature, in full."""
+        pipe, training = self.pipe, self.mode != "forward"
+        params: list[Group1 | None] = [None] * pipe.stages
+        states: list[Group1 | None] = [None] * pipe.stages
+        for stage, (leaves, spec) in self.leaves.items():
+            params[stage] = Group1.flat(spec, leaves, self._differentiated(stage, len(leaves)))
+        for stage, (leaves, spec) in self.state_leaves.items():
+            states[stage] = Group1.flat(spec, leaves)
+        kinds: dict[Any, int] = {}
+        dx = training and 1 in self.wanted
+        uniform = all(part.uniform for part in (self.x, *self.targets, *self.sides.values()))
+        kind_of = [kinds.setdefault(self._kind(m, dx), len(kinds)) for m in range(1 if uniform else self.number)]
+        schedule = pipe.schedule(self.number)
+        return Request(
+            schedule.only("F") if not training else pipe.phased(self.number) if self.mode == "vjp" else schedule,
+            tuple(params), tuple(states), tuple(kinds), tuple(kind_of * (self.number if uniform else 1)),
+            self.mode, dx,
+        )  # fmt: skip
+
+    def _kind(self, m: int, dx: bool) -> tuple[Group1, tuple[Group1, ...], tuple[Group1, ...]]:
+        x = Group1.flat(self.x.specs[m], self.x.rows[m], dx)
+        targets = tuple(Group1.flat(t.specs[m], t.rows[m]) for t in self.targets)
+        return x, targets, tuple(Group1.of(self._sides(stage, m)) for stage in (*range(self.pipe.stages), -1))
+
+    def _differentiated(self, stage: int, count: int) -> list[bool]:
+        if self.mode == "forward" or 0 not in self.wanted:
+            return [False] * count
+        if not self.pipe.frozen:
+            return [True] * count
+        return [not matches(f"{stage}.{name}", self.pipe.frozen) for name in tree.names(self.params[stage])]
+
     # ---- running ------------------------------------------------------------------------------------------------
-    def _values(self, resolved: Resolved) -> Values:
-        pipe = self.pipe
-        made = weights(pipe.reduction, self.targets, self.number, resolved, pipe.group) if pipe.loss else None
+    def _weights(self, group: Any) -> Any:
+        if self.pipe.loss is None:
+            return None
+        return weights(self.pipe.reduction, self.targets, self.number, group)
+
+    def _values(self) -> Values:
+        sides = self.sides and {
+            (s, m): tree.leaves(self._sides(s if s < self.pipe.stages else -1, m))
+            for s in range(self.pipe.stages + 1) if self.pipe.sides[s] for m in range(self.number)
+        }  # fmt: skip
         return Values(
-            params={s: tree.leaves(self.params[s]) for s in pipe.here},
-            states={s: tree.leaves(self.state[s]) for s in pipe.here} if self.state is not None else {},
-            x=[tree.leaves(x) for x in self.x],
-            targets=[[leaf for t in self.targets for leaf in tree.leaves(t[m])] for m in range(self.number)],
-            sides=[[tree.leaves(side) for side in stage] for stage in self.sides],
-            weights=made,
+            params={s: leaves for s, (leaves, _) in self.leaves.items()},
+            states={s: leaves for s, (leaves, _) in self.state_leaves.items()},
+            x=self.x.rows,
+            targets=[part.rows for part in self.targets],
+            sides=sides or {},
+            weights=self._weights(self.pipe.group),
         )
 
     def _run(self, resolved: Resolved, feed: Callable[[Feeder, Any], None], regs: dict[int, Any],
@@ -167,7 +183,7 @@ class Call:
     def _all(self) -> Collected:
         resolved = self.resolved()
         regs: dict[int, Any] = {}
-        values = self._values(resolved)
+        values = self._values()
         self._run(resolved, lambda feeder, r: feeder.fill(r, values), regs)
         return collect(self.pipe, resolved, regs, values)
 
@@ -199,7 +215,7 @@ class Call:
         """The forward phase now; the backward phase in the pullback."""
         resolved = self.resolved()
         regs: dict[int, Any] = {}
-        values = self._values(resolved)
+        values = self._values()
         self._run(resolved, lambda feeder, r: feeder.fill(r, values), regs, phase=0)
         made = collect(self.pipe, resolved, regs, values)
         y = self._joined(made.outputs())
@@ -255,17 +271,17 @@ class Call:
         if any(stage.state for stage in functions):
             raise StageError("torch.func transforms of a pipeline with state are not defined; use fpipe.value_and_grad")
         total, outs = None, []
-        shares = weights(self.pipe.reduction, self.targets, self.number, None, self.pipe.group) if loss else None
+        shares = self._weights(self.pipe.group)
         for m in range(self.number):
-            y, aux = self.x[m], None
+            y, aux = self.x.tree(m), None
             for s, stage in enumerate(functions):
-                y = stage.fn(self.params[s], y, **self.sides[s][m])
+                y = stage.fn(self.params[s], y, **self._sides(s, m))
                 if stage.aux_loss:
                     y, more = y
                     aux = more if aux is None else aux + more
             outs.append(y)
             if loss is not None and shares is not None:
-                value = loss(y, *(t[m] for t in self.targets), **self.sides[-1][m])
+                value = loss(y, *(t.tree(m) for t in self.targets), **self._sides(-1, m))
                 value = value if aux is None else value + aux
                 value = value * shares.scale(m, value)
                 total = value if total is None else total + value

@@ -11,6 +11,7 @@ import torch
 
 from .collectives.group import Group
 from .errors import BatchError
+from .microbatch import Parts
 from .plan import Plan
 from .resolve import Resolved
 from .run import Registers
@@ -39,15 +40,13 @@ def _constant(number: float, dtype: torch.dtype, device: torch.device) -> torch.
     return torch.tensor(number, dtype=dtype, device=device)
 
 
-def weights(
-    reduction: Any, targets: Sequence[Sequence[Any]], number: int, resolved: Resolved | None, group: Group
-) -> Weights:  # fmt: skip
+def weights(reduction: Any, targets: Sequence[Parts], number: int, group: Group) -> Weights:
     """Weights by a reduction: known before the first backward, so the cut of the batch does not matter."""
     if reduction == "mean":
         return Weights(1.0 / number)
     if reduction == "sum":
         return Weights(1.0)
-    counts = [torch.as_tensor(reduction.fn(*(t[m] for t in targets))) for m in range(number)]
+    counts = [torch.as_tensor(reduction.fn(*(t.tree(m) for t in targets))) for m in range(number)]
     for m, value in enumerate(counts):
         if value.numel() != 1:
             raise BatchError(
@@ -67,8 +66,8 @@ class Values:
     params: Mapping[int, Sequence[Any]]
     states: Mapping[int, Sequence[Any]]
     x: Sequence[Sequence[Any]]
-    targets: Sequence[Sequence[Any]]
-    sides: Sequence[Sequence[Sequence[Any]]]
+    targets: Sequence[Sequence[Sequence[Any]]]  # by target, then microbatch
+    sides: Mapping[tuple[int, int], Sequence[Any]]  # by stage and microbatch
     weights: Weights | None
 
 
@@ -82,7 +81,7 @@ class Feeder:
         self.params: list[tuple[int, int, int]] = []
         self.states: list[tuple[int, int, int]] = []
         self.x: list[tuple[int, int, int]] = []
-        self.targets: list[tuple[int, int, int]] = []
+        self.targets: list[tuple[int, int, int, int]] = []
         self.sides: list[tuple[int, int, int, int]] = []
         self.seeds: list[tuple[int, int, torch.dtype]] = []
         self.cotangents: list[tuple[int, int, int]] = []
@@ -98,8 +97,7 @@ class Feeder:
             elif letter == "dx":
                 self.cotangents.append((slot, mb, index))
             elif letter == "x":
-                first = len(resolved.faces[resolved.request.kind_of[mb]][-1].ys)
-                self.targets.append((slot, mb, index - first))
+                self.targets.append((slot, *_target(resolved, mb, index)))
             else:
                 self.seeds.append((slot, mb, _seed_dtype(resolved, stage, mb, stages)))
 
@@ -111,10 +109,10 @@ class Feeder:
             r[slot] = values.states[stage][index]
         for slot, mb, index in self.x:
             r[slot] = values.x[mb][index]
-        for slot, mb, index in self.targets:
-            r[slot] = values.targets[mb][index]
+        for slot, which, mb, index in self.targets:
+            r[slot] = values.targets[which][mb][index]
         for slot, stage, mb, index in self.sides:
-            r[slot] = values.sides[stage][mb][index]
+            r[slot] = values.sides[stage, mb][index]
         for slot, mb, dtype in self.seeds:
             assert values.weights is not None
             r[slot] = values.weights.seed(mb, dtype, self.device)
@@ -127,6 +125,17 @@ class Feeder:
         """Lay the outputs' cotangents into the registers."""
         for slot, mb, index in self.cotangents:
             r[slot] = cotangents[mb][index].detach().to(self.device)
+
+
+def _target(resolved: Resolved, mb: int, index: int) -> tuple[int, int, int]:
+    """Which target a leaf of the loss's input is, for a microbatch, and its place in that target."""
+    kind = resolved.request.kind_of[mb]
+    index -= len(resolved.faces[kind][-1].ys)
+    for which, target in enumerate(resolved.request.kinds[kind][1]):
+        if index < len(target.leaves):
+            return which, mb, index
+        index -= len(target.leaves)
+    raise AssertionError("the loss reads a leaf that no target has")
 
 
 def _seed_dtype(resolved: Resolved, stage: int, mb: int, stages: int) -> torch.dtype:

@@ -90,6 +90,37 @@ def _split_leaf(leaf: Any, parts: int, name: str) -> Sequence[Any]:
     return leaf.split(leaf.shape[0] // parts) if leaf.shape[0] else [leaf] * parts
 
 
+class Parts:
+    """A batch argument as flat leaves, microbatch by microbatch: ``rows[m]`` under ``specs[m]``.
+
+    ``uniform`` says that all rows have one shape, so that looking at the first is enough.
+    """
+
+    __slots__ = ("rows", "specs", "uniform")
+
+    def __init__(self, batch: Any, parts: int, name: str):
+        if isinstance(batch, Microbatches):
+            flat = [tree.flatten(part) for part in split(batch, parts, name)]
+            self.rows: list[Sequence[Any]] = [leaves for leaves, _ in flat]
+            self.specs = [spec for _, spec in flat]
+            self.uniform = False
+            return
+        leaves, spec = tree.flatten(batch)
+        columns = [_split_leaf(leaf, parts, name) for leaf in leaves]
+        self.rows = list(zip(*columns, strict=True)) if columns else [()] * parts
+        self.specs = [spec] * parts
+        self.uniform = True
+
+    def tree(self, mb: int) -> Any:
+        """One microbatch as the pytree that it is."""
+        return tree.unflatten(self.specs[mb], self.rows[mb])
+
+    def signature(self) -> tuple[Any, ...]:
+        """Everything about the shapes that plans depend on."""
+        seen = self.rows[:1] if self.uniform else self.rows
+        return tuple((spec, *map(tree.aval, row)) for spec, row in zip(self.specs, seen, strict=False))
+
+
 def merge(parts: Sequence[Any]) -> Any:
     """The inverse of ``split``: tensor leaves joined along the first axis, other leaves taken from the first part.
 

@@ -39,8 +39,13 @@ class Group1:
     def of(cls, value: Any, grads: Sequence[bool] | bool = False) -> Group1:
         """Abstract a pytree; ``grads`` marks the leaves that want a gradient."""
         flat, spec = tree.flatten(value)
-        flags = [grads] * len(flat) if isinstance(grads, bool) else grads
-        return cls(spec, tuple(abstract(leaf, flag) for leaf, flag in zip(flat, flags, strict=True)))
+        return cls.flat(spec, flat, grads)
+
+    @classmethod
+    def flat(cls, spec: tree.Spec, leaves: Sequence[Any], grads: Sequence[bool] | bool = False) -> Group1:
+        """The same from leaves."""
+        flags = [grads] * len(leaves) if isinstance(grads, bool) else grads
+        return cls(spec, tuple(abstract(leaf, flag) for leaf, flag in zip(leaves, flags, strict=True)))
 
 
 def abstract(leaf: Any, grad: bool = False) -> Leaf:

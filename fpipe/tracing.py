@@ -67,7 +67,7 @@ def trace(fn: Callable[..., Any] | Stage, params: Any, x: Any, *, state: Any = N
 
 def programs_of(stage: Stage, signature: Signature) -> Programs:
     """The programs of a stage for a signature, traced at most once for every function."""
-    key = (stage.aux_loss, stage.state, stage.compile, _ambient(), signature)
+    key = (stage.aux_loss, stage.state, stage.compile, ambient(), signature)
     try:
         store = _CACHE.setdefault(stage.fn, {})
     except TypeError:  # the function takes no weak reference: hold it by the Stage that holds it
@@ -87,7 +87,7 @@ def programs_of(stage: Stage, signature: Signature) -> Programs:
 _STRONG: dict[Any, dict[Any, Programs]] = {}
 
 
-def _ambient() -> tuple[Any, ...]:
+def ambient() -> tuple[Any, ...]:
     """Global settings that a trace bakes in."""
     if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
         return ()

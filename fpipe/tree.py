@@ -52,9 +52,9 @@ def is_floating(leaf: Any) -> bool:
 
 
 def aval(leaf: Any) -> Any:
-    """What a trace may depend on: shape, strides, dtype and device of a tensor, the value of anything else."""
+    """What a trace may depend on: shape, strides, dtype and device of a tensor, the type and value of anything else."""
     if isinstance(leaf, torch.Tensor):
-        return (type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
+        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
     return (type(leaf), leaf)
 
 

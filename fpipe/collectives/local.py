@@ -153,6 +153,12 @@ class _Receipt:
                 f"in a local group nobody else could send it: drive the other rank first"
             )
         tensors = channel.box.pop(self._number)
+        if all(
+            t.stride() == s.stride and t.shape == s.shape and t.dtype == s.dtype
+            for t, s in zip(tensors, self._specs, strict=False)
+        ):
+            if len(tensors) == len(self._specs):
+                return tensors
         check_message(tensors, self._specs, channel.src, channel.dst)
         # With the strides that the message would have on a wire: kernels, and so bits, may depend on them.
         return tuple(lay_out(tensor, spec) for tensor, spec in zip(tensors, self._specs, strict=True))
