@@ -52,6 +52,8 @@ class Costs:
     def __post_init__(self) -> None:
         for name in _NUMBERS:
             object.__setattr__(self, name, _numbers(name, getattr(self, name)))
+        if not isinstance(self.unit, str):
+            raise _refuse(f"unit={self.unit!r} must be a word, such as 'ms'")
 
     def __repr__(self) -> str:
         said = [f.name for f in fields(self) if f.name in "FIW" or getattr(self, f.name) != f.default]
