@@ -18,6 +18,7 @@ _TABLE = {
     "_pipeline": "Pipeline grad pipeline value_and_grad vjp weighted",
     "actions": "Action Fused Placement",
     "collectives.local": "local",
+    "collectives.setup": "init",
     "errors": "ActionError BatchError DeadlockError FpipeError GroupError LaunchError MismatchError PeerError"
     " ScheduleError StageError StalledError TraceError UnsupportedError WeaveError",
     "microbatch": "Microbatches",
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from .actions import Fused as Fused
     from .actions import Placement as Placement
     from .collectives.local import local as local
+    from .collectives.setup import init as init
     from .errors import ActionError as ActionError
     from .errors import BatchError as BatchError
     from .errors import DeadlockError as DeadlockError

@@ -18,6 +18,7 @@ from . import tree
 from .calls import Call, functional
 from .collectives.group import Group
 from .collectives.local import local
+from .collectives.setup import init
 from .errors import StageError
 from .feed import Feeder
 from .generators import make_schedule
@@ -201,13 +202,11 @@ def pipeline(
     if outputs not in ("zeros", "everywhere", "last"):
         raise StageError(f"outputs={outputs!r}; give 'zeros', 'everywhere' or 'last'")
     return Pipeline(
-        stages, schedule, loss=loss, microbatches=microbatches, group=group or _default_group(), reduction=reduction,
+        stages, schedule, loss=loss, microbatches=microbatches, group=group or init(), reduction=reduction,
         seed=seed, frozen=frozen, tied=tied, outputs=outputs, accumulate=accumulate, engine=engine, compile=compile,
     )  # fmt: skip
 
 
-def _default_group() -> Group:
-    return local(1)
 
 
 def _settled(stage: Stage, engine: Engine, compile: str | None) -> Stage:

@@ -1,0 +1,240 @@
+"""fpipe beside torch.distributed.pipelining: same model, same microbatches, same processes, taking turns.
+
+Prints, for every schedule, the median step of both, their ratio, and each one's peak of bytes in tensors (by one counter
+for both). ``--json`` writes the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+import warnings
+import weakref
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.pipelining import schedules as peers
+from torch.distributed.pipelining.stage import PipelineStage
+from torch.nn.functional import gelu, layer_norm, linear
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fpipe
+
+SCHEDULES = {
+    "GPipe": ("ScheduleGPipe", 1),
+    "1F1B": ("Schedule1F1B", 1),
+    "Interleaved1F1B": ("ScheduleInterleaved1F1B", 2),
+    "LoopedBFS": ("ScheduleLoopedBFS", 2),
+    "InterleavedZeroBubble": ("ScheduleInterleavedZeroBubble", 2),
+    "ZBVZeroBubble": ("ScheduleZBVZeroBubble", 2),
+    "DualPipeV": ("ScheduleDualPipeV", 2),
+}
+SIZES = {"small": (16, 4, 1), "medium": (256, 64, 2)}  # width, tokens, blocks a stage
+
+
+def block(p, x):
+    """LayerNorm, Linear, GELU, Linear, residual."""
+    h = layer_norm(x, x.shape[-1:], p["norm"], p["bias"])
+    return x + linear(gelu(linear(h, p["up"], p["bu"])), p["down"], p["bd"])
+
+
+def stage(params, x):
+    """All blocks of a stage."""
+    for p in params:
+        x = block(p, x)
+    return x
+
+
+def square(y, t):
+    """Mean squared error."""
+    return (y - t).square().mean()
+
+
+def make(stages: int, width: int, blocks: int) -> list[list[dict[str, torch.Tensor]]]:
+    """Parameters, one list of blocks per stage."""
+    torch.manual_seed(0)
+
+    def one():
+        return {"norm": torch.ones(width), "bias": torch.zeros(width), "up": torch.randn(4 * width, width) * 0.02,
+                "bu": torch.zeros(4 * width), "down": torch.randn(width, 4 * width) * 0.02,
+                "bd": torch.zeros(width)}  # fmt: skip
+
+    return [[one() for _ in range(blocks)] for _ in range(stages)]
+
+
+class Peer(nn.Module):
+    """A stage for torch."""
+
+    def __init__(self, params):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ParameterDict({k: nn.Parameter(v.clone()) for k, v in p.items()}) for p in params
+        )
+
+    def forward(self, x):
+        """Run the blocks."""
+        for p in self.blocks:
+            x = block(p, x)
+        return x
+
+
+class Bytes(TorchDispatchMode):
+    """Counts the bytes of storages made under it that are alive, and their peak."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Note every new storage."""
+        out = func(*args, **(kwargs or {}))
+        for leaf in torch.utils._pytree.tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                key = storage._cdata
+                if key not in self.seen and storage.nbytes():
+                    self._note(storage, key)
+        return out
+
+    def _note(self, storage, key):
+        size = storage.nbytes()
+        self.seen.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key, size):
+        self.seen.discard(key)
+        self.now -= size
+
+
+def _peer_schedule(name: str, params, loss, microbatches: int, rank: int, ranks: int, placement):
+    cls_name, per_rank = SCHEDULES[name]
+    count = len(params)
+    mine = placement.stages_of(rank)
+    modules = {s: Peer(params[s]) for s in mine}
+    stages = [PipelineStage(modules[s], s, count, torch.device("cpu")) for s in mine]
+    cls = getattr(peers, cls_name)
+    made = cls(stages if per_rank > 1 else stages[0], microbatches, loss_fn=loss)
+    return made, modules
+
+
+def run(rank: int, ranks: int, store: str, names: list[str], size: str, microbatches: int, rounds: int, out: str):
+    """One process: every schedule, both libraries in turn."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    group = fpipe.init(device="cpu")
+    rows = []
+    for name in names:
+        row = _one(name, group, rank, ranks, size, microbatches, rounds)
+        if rank == 0:
+            rows.append(row)
+            print(_line(row), flush=True)
+    if rank == 0:
+        with open(out, "w") as file:
+            json.dump(rows, file, indent=1)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _one(name, group, rank, ranks, size, microbatches, rounds):
+    width, tokens, blocks = SIZES[size]
+    count = ranks * SCHEDULES[name][1]
+    params = make(count, width, blocks)
+    x, t = torch.randn(microbatches, tokens, width), torch.randn(microbatches, tokens, width)
+    pipe = fpipe.pipeline([stage] * count, name, loss=square, microbatches=microbatches, group=group)
+    peer, modules = _peer_schedule(name, params, square, microbatches, rank, ranks, pipe.placement)
+    placed = pipe.place(params)
+    vag = fpipe.value_and_grad(pipe)
+    first, last = 0 in pipe.here, count - 1 in pipe.here
+
+    def ours():
+        return vag(placed, x, t)
+
+    def theirs():
+        for module in modules.values():
+            module.zero_grad()
+        return peer.step(*((x,) if first else ()), **({"target": t, "losses": []} if last else {}))
+
+    _, grads = ours()
+    theirs()
+    _agree(grads, modules)
+    times = {"fpipe": [], "torch": []}
+    for i in range(rounds + 3):
+        for who, step in (("fpipe", ours), ("torch", theirs)):
+            took = torch.tensor([_timed(step)])
+            dist.all_reduce(took, op=dist.ReduceOp.MAX)
+            if i >= 3:
+                times[who].append(took.item())
+    peaks = {}
+    for who, step in (("fpipe", ours), ("torch", theirs)):
+        grads = None  # noqa: F841  (the last step's)
+        with Bytes() as counter:
+            step()
+        peak = torch.tensor([counter.peak])
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        peaks[who] = peak.item()
+    plan = torch.tensor([pipe.plan(placed, x, t).peak[rank]])
+    dist.all_reduce(plan, op=dist.ReduceOp.MAX)
+    ratio = statistics.median(a / b for a, b in zip(times["fpipe"], times["torch"], strict=True))
+    return {"schedule": name, "size": size, "ranks": ranks, "microbatches": microbatches,
+            "fpipe ms": 1e3 * statistics.median(times["fpipe"]), "torch ms": 1e3 * statistics.median(times["torch"]),
+            "ratio": ratio, "fpipe bytes": peaks["fpipe"], "torch bytes": peaks["torch"],
+            "plan bytes": plan.item()}  # fmt: skip
+
+
+def _timed(step) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def _agree(grads, modules):
+    for s, module in modules.items():
+        for mine, theirs in zip(grads[s], module.blocks, strict=True):
+            for key, value in mine.items():
+                torch.testing.assert_close(value, theirs[key].grad, rtol=1e-3, atol=1e-5)
+
+
+def _line(r) -> str:
+    return (f"{r['size']:7} {r['ranks']} ranks  {r['schedule']:22} {r['fpipe ms']:9.2f} {r['torch ms']:9.2f}"
+            f" {r['ratio']:7.3f} {r['fpipe bytes']:12,} {r['torch bytes']:12,} {r['plan bytes']:12,}")  # fmt: skip
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--sizes", nargs="*", default=list(SIZES))
+    parser.add_argument("--schedules", nargs="*", default=list(SCHEDULES))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    rows = []
+    print(f"{'':16}  {'schedule':22} {'fpipe ms':>9} {'torch ms':>9} {'ratio':>7} {'fpipe peak':>12}"
+          f" {'torch peak':>12} {'plan peak':>12}")  # fmt: skip
+    for size in args.sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            out = os.path.join(folder, "rows.json")
+            mp.spawn(run, (args.ranks, os.path.join(folder, "store"), args.schedules, size, args.microbatches,
+                           args.rounds, out), nprocs=args.ranks)  # fmt: skip
+            with open(out) as file:
+                rows += json.load(file)
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(rows, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
