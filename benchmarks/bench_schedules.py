@@ -2,7 +2,7 @@
 
 Also one large case in a process of its own, with the most memory it held. Torch is never imported.
 
-    python -m benchmarks.bench_schedules [--ranks 64] [--microbatches 512] [--rounds 5] [--json]
+    python -m benchmarks.bench_schedules [--ranks 64] [--microbatches 512] [--rounds 5] [--json FILE]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from fpipe.errors import ScheduleError
 from fpipe.generators import make_schedule, schedule_names
@@ -95,15 +96,12 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--large", default="256x2048", help="ranks x microbatches of the large 1F1B; empty for none")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json")
     given = parser.parse_args()
     table = measure(given.names or list(schedule_names()), given.ranks, given.microbatches, given.rounds)
     found: dict[str, object] = {"schedules": table, "import": start_up()}
     if given.large:
         found["large"] = large("1F1B", *map(int, given.large.split("x")))
-    if given.json:
-        print(json.dumps(found))
-        return
     print(f"{given.ranks} ranks, {given.microbatches} microbatches, seconds (median of {given.rounds})\n")
     columns = ("actions", *STEPS, "all")
     print(f"{'':22}" + "".join(f"{column:>10}" for column in columns) + "   (all: without figures)")
@@ -117,6 +115,8 @@ def main() -> None:
             f"1F1B {given.large}: {big['actions']:.0f} actions, check + simulate {big['check + simulate']:.2f} s, "
             f"at most {big['bytes'] / 2**30:.2f} GiB"
         )
+    if given.json:
+        Path(given.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ class Schedule:
                 "the stages and microbatches of actions must be integers, and the parts of a Fused be actions",
                 rule="action",
             ) from None
-        if not isinstance(self.microbatches, int) or self.microbatches < 0:
+        if type(self.microbatches) is not int or self.microbatches < 0:
             raise ScheduleError(f"microbatches={self.microbatches!r} must be a count of 0 or more", rule="range")
 
     def __repr__(self) -> str:
@@ -105,7 +105,11 @@ class Schedule:
 
     def to_csv(self, path: str | PathLike[str]) -> None:
         """Write the CSV that torch.distributed.pipelining reads."""
-        Path(path).write_text(format_csv(self.rows), encoding="utf-8", newline="")
+        try:
+            Path(path).write_text(format_csv(self.rows), encoding="utf-8", newline="")
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ScheduleError(f"cannot write {str(path)!r}: {why}; give a path that can be written") from error
 
     @classmethod
     def from_csv(cls, path: str | PathLike[str]) -> Schedule:
@@ -113,7 +117,7 @@ class Schedule:
         try:
             text = Path(path).read_bytes().decode("utf-8")
         except OSError as error:
-            raise ScheduleError(f"cannot read {path}: {error.strerror}; give the path of a CSV file") from error
+            raise ScheduleError(f"cannot read {str(path)!r}: {error.strerror}; give the path of a CSV file") from error
         except UnicodeDecodeError as error:
             raise ScheduleError(f"{path} is not text (byte {error.start}); give a CSV of actions") from error
         except ValueError as error:  # a NUL in the path
