@@ -1,0 +1,33 @@
+"""The key-value store of torch.distributed, as far as fpipe uses it; the one file that reaches into its privates."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TypeAlias
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+Store: TypeAlias = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # the documentation names it so
+
+
+def default_store() -> Store:
+    """The store that the default process group met in."""
+    return _get_default_store()
+
+
+def of_group(pg: dist.ProcessGroup, purpose: str) -> Store:
+    """A corner of the default store for one process group: the same for its ranks, another for other groups."""
+    prefixed = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+    return prefixed(f"fpipe/{purpose}/{pg.group_name}", default_store())
+
+
+def own(store: Store, patience: timedelta) -> Store:
+    """A connection of its own to the same store, where that can be had, with a time-out of its own."""
+    clone = getattr(store, "clone", None)
+    try:
+        store = store if clone is None else clone()
+        store.set_timeout(patience)
+    except (RuntimeError, NotImplementedError):  # stores in memory have no connection to double
+        pass
+    return store

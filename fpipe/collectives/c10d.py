@@ -1,0 +1,258 @@
+"""``Group`` over a process group of torch.distributed: one rank per process, any backend of the capability table.
+
+The n-th message of a channel is the n-th of its receiver by construction; tags are not used. Where a backend wants
+one order for both directions of a pair, each direction has a process group of its own. Sends keep their buffers until
+they are done, up to a bound in bytes; past it the oldest is waited for. Knows no schedule and no stage.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import GroupError
+from ._store import Store
+from .adapt import reduction, road
+from .capabilities import Capabilities
+from .faults import Watch
+from .group import Spec, Work
+from .local import LocalGroup
+from .meeting import Meeting
+from .reduce import all_reduce
+from .wire import empty, pack, unpack
+
+IN_FLIGHT = 64 << 20
+
+
+class C10dGroup:
+    """See the module. Made by ``fpipe.init``, or from a process group of one's own by :func:`adopt`."""
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        timeout: float,
+        store: Store,
+        capabilities: Capabilities,
+        cpu: Capabilities | None = None,
+        back: dist.ProcessGroup | None = None,
+        in_flight: int = IN_FLIGHT,
+    ):
+        self.size, self.rank = pg.size(), pg.rank()
+        self.here = (self.rank,)
+        self.timeout = timeout
+        self.pg = pg
+        self._back = back or pg
+        self._device = device
+        self._can, self._cpu = capabilities, cpu
+        self._watch = Watch(store, self.rank, self.size, timeout)
+        self._meeting = Meeting(store, self.rank, self.size, timeout, self._watch)
+        self._limit = timedelta(seconds=timeout)
+        self._in_flight = in_flight
+        self._sent: deque[_Sent] = deque()
+        self._bytes = 0
+        self._late: dict[int, deque[_Receipt]] = {}
+        self._self = LocalGroup((device,))
+        way = road(capabilities, torch.uint8, cpu)
+        self._early, self._staged = way.early, way.staged
+        # A backend that works on streams is waited for by the stream: a time-out would block this thread instead.
+        self._host = device.type in ("cpu", "meta") or way.staged
+        self._as_bytes = {dtype: road(capabilities, dtype, cpu).bytes for dtype in _DTYPES}
+
+    def __repr__(self) -> str:
+        return f"rank {self.rank} of {self.size} on {self._device} over {self._can.backend}"
+
+    def device(self, rank: int) -> torch.device:
+        """This rank's device; the others are taken to be of the same type."""
+        return self._device if rank == self.rank else torch.device(self._device.type)
+
+    # ---- messages -----------------------------------------------------------------------------------------------
+    def send(self, tensors: tuple[Tensor, ...], src: int, dst: int, specs: tuple[Spec, ...] | None = None) -> Work:
+        """Send one message; its buffers are kept until it is done."""
+        if src == dst:
+            return self._self.send(tensors, 0, 0)
+        self._mine(src, "send")
+        self._watch.check()
+        specs = tuple(map(Spec.of, tensors)) if specs is None else specs
+        buffers = [self._raw(buffer) for buffer in pack(tensors, specs, src, dst)]
+        if self._staged:
+            buffers = [buffer.cpu() for buffer in buffers]
+        pg = self._pg(src, dst)
+        try:
+            works = [pg.send([buffer], dst, 0) for buffer in buffers]
+        except RuntimeError as error:
+            raise self._watch.explain(error, dst, "to send to") from error
+        sent = _Sent(self, dst, works, buffers)
+        self._sent.append(sent)
+        self._bytes += sent.bytes
+        self._let_go()
+        return sent
+
+    def recv(self, specs: tuple[Spec, ...], src: int, dst: int) -> Work:
+        """Ask for the next message of a channel; posted at once where the backend allows."""
+        if src == dst:
+            return self._self.recv(specs, 0, 0)
+        self._mine(dst, "receive")
+        self._watch.check()
+        receipt = _Receipt(self, src, specs)
+        if self._early:
+            receipt.post()
+        else:
+            self._late.setdefault(src, deque()).append(receipt)
+        return receipt
+
+    def flush(self) -> None:
+        """Wait for every send."""
+        while self._sent:
+            self._sent[0].wait()
+
+    def _let_go(self) -> None:
+        """Forget sends that are done, and wait for the oldest ones while too many bytes are held."""
+        while self._sent and (self._bytes > self._in_flight or self._sent[0].done()):
+            self._sent[0].wait()
+
+    def _mine(self, rank: int, verb: str) -> None:
+        if rank != self.rank:
+            raise GroupError(f"rank {self.rank} cannot {verb} for rank {rank}, which lives in another process")
+
+    def _pg(self, src: int, dst: int) -> dist.ProcessGroup:
+        return self.pg if src < dst else self._back
+
+    def _raw(self, buffer: Tensor) -> Tensor:
+        return buffer.view(torch.uint8) if self._as_bytes[buffer.dtype] else buffer
+
+    def _wait(self, work: Any) -> None:
+        work.wait(self._limit) if self._host else work.wait()
+
+    def _wait_all(self, works: list[Any], peer: int, doing: str) -> None:
+        start = time.monotonic()
+        try:
+            for work in works:
+                self._wait(work)
+        except RuntimeError as error:
+            raise self._watch.explain(error, peer, doing, time.monotonic() - start) from error
+
+    # ---- all ranks ----------------------------------------------------------------------------------------------
+    def share(self, tensors: tuple[Tensor, ...] | None, specs: tuple[Spec, ...], src: int) -> tuple[Tensor, ...]:
+        """Broadcast, as bytes."""
+        self._watch.check()
+        where = torch.device("cpu") if self._through_cpu("broadcast") else self._device
+        if src == self.rank:
+            if tensors is None:
+                raise GroupError(f"share needs the tensors of rank {src}, which is this one; got None")
+            buffers = [buffer.to(where) for buffer in pack(tensors, specs, src, src)]
+        else:
+            buffers = empty(specs, where)
+        with self._watch.talking(src, "for the shared tensors of"):
+            for buffer in buffers:
+                self._wait(dist.broadcast(buffer.view(torch.uint8), group=self.pg, group_src=src, async_op=True))
+        if src == self.rank and tensors is not None:
+            return tensors
+        return unpack([buffer.to(self._device) for buffer in buffers], specs, self._device)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """By a way that gives the right result on this backend."""
+        self._watch.check()
+        on_cpu = tensor.device.type == "cpu" and self._cpu is not None
+        can = self._cpu if on_cpu and self._cpu is not None else self._can
+        way = reduction(can, op, tensor.dtype, self._cpu)
+        with self._watch.talking(None, f"for the {op} over"):
+            return all_reduce(tensor, way, self.pg, self._wait)
+
+    def gather_objects(self, obj: object) -> list[Any]:
+        """Through the store: no device takes part, and who has not come is named."""
+        return self._meeting.gather(obj)
+
+    def barrier(self) -> None:
+        """Through the store, after this rank's sends."""
+        self.flush()
+        self._meeting.gather(None)
+
+    def _through_cpu(self, what: str) -> bool:
+        return self._staged or (self._cpu is not None and not self._can.can(what, torch.uint8))
+
+    # ---- faults -------------------------------------------------------------------------------------------------
+    def journal(self, rank: int, text: str) -> None:
+        """Keep what this rank is about to do."""
+        self._watch.journal.note(text)
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the others, best effort, that this rank raised."""
+        self._watch.failed(error)
+
+    def close(self) -> None:
+        """End the journal's thread; the process group itself belongs to torch.distributed."""
+        self._watch.close()
+
+
+_DTYPES = tuple({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)})
+
+
+class _Sent:
+    __slots__ = ("_buffers", "_dst", "_group", "_over", "_works", "bytes")
+
+    def __init__(self, group: C10dGroup, dst: int, works: list[Any], buffers: list[Tensor]):
+        self._group, self._dst, self._works, self._buffers = group, dst, works, buffers
+        self._over = False
+        self.bytes = sum(buffer.nbytes for buffer in buffers)
+
+    def done(self) -> bool:
+        return self._over or all(work.is_completed() for work in self._works)
+
+    def wait(self) -> tuple[Tensor, ...]:
+        if not self._over:
+            self._group._wait_all(self._works, self._dst, "to send to")
+            self._over = True
+            self._group._bytes -= self.bytes
+            self._group._sent.remove(self)
+            self._works, self._buffers = [], []
+        return ()
+
+
+class _Receipt:
+    __slots__ = ("_buffers", "_group", "_specs", "_src", "_tensors", "_works")
+
+    def __init__(self, group: C10dGroup, src: int, specs: tuple[Spec, ...]):
+        self._group, self._src, self._specs = group, src, specs
+        self._works: list[Any] | None = None
+        self._buffers: list[Tensor] = []
+        self._tensors: tuple[Tensor, ...] | None = None
+
+    def post(self) -> None:
+        group = self._group
+        self._buffers = empty(self._specs, torch.device("cpu") if group._staged else group._device)
+        pg = group._pg(self._src, group.rank)
+        try:
+            self._works = [pg.recv([group._raw(buffer)], self._src, 0) for buffer in self._buffers]
+        except RuntimeError as error:
+            raise group._watch.explain(error, self._src, "for a message from") from error
+
+    def done(self) -> bool:
+        return self._tensors is not None or (
+            self._works is not None and all(work.is_completed() for work in self._works)
+        )
+
+    def wait(self) -> tuple[Tensor, ...]:
+        if self._tensors is None:
+            self._arrive()
+        assert self._tensors is not None
+        return self._tensors
+
+    def _arrive(self) -> None:
+        group = self._group
+        if self._works is None:  # where receives are posted late, the channel's earlier ones go first
+            late = group._late[self._src]
+            while self._works is None:
+                late.popleft().post()
+        assert self._works is not None
+        group._wait_all(self._works, self._src, "for a message from")
+        buffers = [buffer.to(group._device) for buffer in self._buffers] if group._staged else self._buffers
+        self._tensors = unpack(buffers, self._specs, group._device)
+        self._works, self._buffers = [], []

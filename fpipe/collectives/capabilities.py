@@ -1,0 +1,189 @@
+"""What each backend does, refuses and gets wrong: a frozen table of facts, each with its source.
+
+Keyed by (device type, backend), because one name may stand for two libraries ("hccl" is Ascend's and Habana's).
+Unknown counts as unsupported: a backend that no fact speaks of is trusted with ``BASE`` alone. ``tried`` marks what
+was run on torch 2.13; the rest comes from sources and issues. How to work around a fact is not known here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+
+import torch
+
+
+class Status(Enum):
+    """What comes of asking a backend for something."""
+
+    NATIVE = "native"
+    REFUSED = "refused"
+    WRONG = "wrong"
+    UNKNOWN = "unknown"
+
+
+NATIVE, REFUSED, WRONG, UNKNOWN = Status
+
+#: dtype class -> its dtypes
+DTYPES = {
+    "float": (torch.float32, torch.float64),
+    "half": (torch.float16, torch.bfloat16),
+    "fp8": (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+    "complex": (torch.complex64, torch.complex128, torch.complex32),
+    "int": (torch.uint8, torch.int8, torch.int32, torch.int64),
+    "odd": (torch.int16, torch.uint16, torch.uint32, torch.uint64),
+    "bool": (torch.bool,),
+}
+_CLASS = {dtype: name for name, dtypes in DTYPES.items() for dtype in dtypes}
+
+REDUCTIONS = ("sum", "avg", "premul", "max", "min", "product", "bits")
+MOVES = ("p2p", "broadcast", "gather", "scatter", "exchange")
+#: Ways of sending that may fail whatever the dtype. tags: a tag picks the message. batch: batch_isend_irecv.
+#: early: a receive posted before this rank's own send. crossed: both directions of a pair in one process group in
+#: any order. self: a message to oneself. poll: ``is_completed`` tells before ``wait``. strided: gaps in memory.
+HABITS = ("tags", "batch", "early", "crossed", "self", "poll", "strided")
+ALL = "float half fp8 complex int odd bool"
+
+
+def dtype_class(dtype: torch.dtype) -> str:
+    """The row of the table that a dtype belongs to.
+
+    >>> dtype_class(torch.bfloat16), dtype_class(torch.int16)
+    ('half', 'odd')
+    """
+    return _CLASS.get(dtype, "odd")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One thing known of a backend: ``what`` (reductions, moves or habits, parted by blanks) for ``dtypes``."""
+
+    device: str
+    backend: str
+    what: str
+    dtypes: str
+    status: Status
+    source: str
+    tried: bool = False
+    note: str = ""
+
+
+_TRIAL = "trial on torch 2.13, CPU, 2 processes"
+_PLAIN = "torch.distributed's documentation"
+_NCCL = "torch's ProcessGroupNCCL"
+_XCCL = "torch-xpu-ops"
+_ASCEND = "Ascend's documentation"
+_HABANA = "Habana's documentation"
+
+#: What every backend must do to be one; the only facts that hold for backends not in the table.
+BASE = (
+    Fact("*", "*", "sum", "float", NATIVE, _PLAIN),
+    Fact("*", "*", "p2p broadcast gather", "float int", NATIVE, _PLAIN),
+    Fact("*", "*", "self strided", "", REFUSED, _PLAIN, note="checked by torch before the backend is asked"),
+)
+
+TABLE: tuple[Fact, ...] = (
+    # ---- gloo, on the CPU
+    Fact("cpu", "gloo", "sum", "float half complex int bool", NATIVE, _TRIAL, True, "a sum of bools is their or"),
+    Fact("cpu", "gloo", "avg", "float half complex", NATIVE, _TRIAL, True),
+    Fact("cpu", "gloo", "avg", "int bool", REFUSED, _TRIAL, True),
+    Fact("cpu", "gloo", "max min product", "float half int bool", NATIVE, _TRIAL, True),
+    Fact("cpu", "gloo", "max min product", "complex", REFUSED, _TRIAL, True),
+    Fact("cpu", "gloo", "bits", "int bool", NATIVE, _TRIAL, True),
+    Fact("cpu", "gloo", "bits", "float half complex", REFUSED, _TRIAL, True),
+    Fact("cpu", "gloo", "premul", ALL, REFUSED, _TRIAL, True),
+    Fact("cpu", "gloo", "sum avg max min product bits", "fp8 odd", REFUSED, _TRIAL, True),
+    Fact("cpu", "gloo", "p2p", ALL, NATIVE, _TRIAL, True),
+    Fact("cpu", "gloo", "broadcast gather scatter exchange", "float half complex int bool", NATIVE, _TRIAL, True),
+    Fact("cpu", "gloo", "broadcast gather scatter exchange", "fp8 odd", REFUSED, _TRIAL, True),
+    Fact("cpu", "gloo", "tags batch early crossed", "", NATIVE, _TRIAL, True),
+    Fact("cpu", "gloo", "self strided", "", REFUSED, _TRIAL, True),
+    Fact("cpu", "gloo", "poll", "", WRONG, _TRIAL, True, "is_completed stays False until wait was called"),
+    # ---- gloo with tensors of the Apple GPU: they are staged through the CPU
+    Fact("mps", "gloo", " ".join((*REDUCTIONS, *MOVES)), ALL, REFUSED, "gloo carries no mps tensors"),
+    # ---- nccl
+    Fact("cuda", "nccl", "sum max min product", "float half int", NATIVE, _NCCL),
+    Fact("cuda", "nccl", "sum max min product", "bool", UNKNOWN, _NCCL, note="bools travel as uint8"),
+    Fact("cuda", "nccl", "avg", "float half", WRONG, "report on torch", note="wrong at world size 1"),
+    Fact("cuda", "nccl", "avg", "int", UNKNOWN, _NCCL),
+    Fact("cuda", "nccl", "premul", "float half", NATIVE, _NCCL),
+    Fact("cuda", "nccl", "sum", "complex", NATIVE, _NCCL, note="as pairs of floats"),
+    Fact("cuda", "nccl", "bits", ALL, REFUSED, _NCCL),
+    Fact("cuda", "nccl", "sum avg max min product", "odd", REFUSED, _NCCL),
+    Fact("cuda", "nccl", "p2p broadcast gather", "float half complex int bool", NATIVE, _NCCL),
+    Fact("cuda", "nccl", "scatter exchange", "float half int", NATIVE, _NCCL),
+    Fact("cuda", "nccl", "tags", "", WRONG, _NCCL, note="tags are ignored"),
+    Fact("cuda", "nccl", "batch", "", WRONG, _NCCL, note="can hang where it is not the same on both sides"),
+    Fact("cuda", "nccl", "crossed", "", WRONG, _NCCL, note="one stream a pair: two sends that meet wait for ever"),
+    Fact("cuda", "nccl", "early poll", "", NATIVE, _NCCL),
+    # ---- xccl
+    Fact("xpu", "xccl", "sum product", "float half int", NATIVE, _XCCL),
+    Fact("xpu", "xccl", "avg", "float half", WRONG, "torch-xpu-ops#3020", note="divides twice for small or odd sizes"),
+    Fact("xpu", "xccl", "avg", "int bool", REFUSED, "torch-xpu-ops#2361", note="raises on some paths"),
+    Fact("xpu", "xccl", "max min", "float half int", WRONG, "torch-xpu-ops#3059", note="reported as sum"),
+    Fact("xpu", "xccl", "sum avg max min product", "fp8 odd complex", REFUSED, _XCCL),
+    Fact("xpu", "xccl", "p2p broadcast gather", "float half int", NATIVE, _XCCL),
+    Fact("xpu", "xccl", "p2p", "fp8 odd complex", UNKNOWN, _XCCL),
+    Fact("xpu", "xccl", "batch", "", WRONG, "torch-xpu-ops#3022", note="reported corrupt on some cards"),
+    Fact("xpu", "xccl", "early crossed", "", WRONG, "torch-xpu-ops", note="receive before send in one group deadlocks"),
+    Fact("xpu", "xccl", "tags", "", UNKNOWN, _XCCL),
+    # ---- hccl, Ascend
+    Fact("npu", "hccl", "sum max min product", "float half int", NATIVE, _ASCEND),
+    Fact("npu", "hccl", "sum", "bool", WRONG, _ASCEND, note="becomes max, which is the or of bools"),
+    Fact("npu", "hccl", "avg", "float half", NATIVE, _ASCEND, note="sum and divide inside"),
+    Fact("npu", "hccl", "bits premul", ALL, REFUSED, _ASCEND),
+    Fact("npu", "hccl", "p2p broadcast gather", "float half int", NATIVE, _ASCEND),
+    Fact("npu", "hccl", "early crossed", "", WRONG, _ASCEND, note="strictly ordered, paired and synchronous"),
+    Fact("npu", "hccl", "batch", "", WRONG, _ASCEND, note="one buffer a direction, peer and call"),
+    # ---- hccl, Habana
+    Fact("hpu", "hccl", "sum max min", "float half int", NATIVE, _HABANA),
+    Fact("hpu", "hccl", "avg", "float half int", REFUSED, _HABANA, note="unsupported in older versions"),
+    Fact("hpu", "hccl", "avg", "bool", REFUSED, _HABANA, note="asserts"),
+    Fact("hpu", "hccl", "p2p broadcast gather", "float half int", NATIVE, _HABANA),
+    # ---- mpi
+    Fact("cpu", "mpi", "sum max min product", "float int", NATIVE, "torch's ProcessGroupMPI"),
+    Fact("cpu", "mpi", "avg", "float", UNKNOWN, "unconfirmed"),
+    Fact("cpu", "mpi", " ".join((*REDUCTIONS, *MOVES)), "half", REFUSED, "torch's ProcessGroupMPI"),
+)
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What one backend can do on one type of device.
+
+    >>> Capabilities.of("cpu", "gloo").can("avg", torch.int64)
+    False
+    >>> Capabilities.of("cpu", "gloo").habit("tags")
+    True
+    """
+
+    device: str
+    backend: str
+    facts: tuple[Fact, ...]
+
+    @classmethod
+    def of(cls, device: str, backend: str, table: tuple[Fact, ...] = TABLE) -> Capabilities:
+        """From a table; what it does not mention is unknown."""
+        mine = tuple(fact for fact in table if (fact.device, fact.backend) == (device, backend))
+        return cls(device, backend, (*mine, *BASE))
+
+    def fact(self, what: str, dtype: torch.dtype | None = None) -> Fact:
+        """The first fact that speaks of it."""
+        return _find(self.facts, what, "" if dtype is None else dtype_class(dtype))
+
+    def can(self, what: str, dtype: torch.dtype) -> bool:
+        """Whether a reduction or a move of this dtype may be asked of the backend as it is."""
+        return self.fact(what, dtype).status is NATIVE
+
+    def habit(self, what: str) -> bool:
+        """Whether a way of sending is safe here."""
+        return self.fact(what).status is NATIVE
+
+
+@lru_cache(maxsize=4096)
+def _find(facts: tuple[Fact, ...], what: str, dtypes: str) -> Fact:
+    for fact in facts:
+        if what in fact.what.split() and (not dtypes or dtypes in fact.dtypes.split()):
+            return fact
+    return Fact("*", "*", what, dtypes, UNKNOWN, "no fact speaks of it")

@@ -1,0 +1,202 @@
+"""The fake world: deterministic, strict, and its faults end as they would between real processes, only sooner."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from fpipe.collectives.group import Group, Spec
+from fpipe.collectives.local import LocalGroup, local
+from fpipe.errors import DeadlockError, GroupError, MismatchError, PeerError, StalledError, UnsupportedError
+from fpipe.testing import CASES, Delay, Drop, Kill, Refuse, conform, outcomes, run
+
+ONE = (Spec((2,), (1,), torch.float32),)
+
+
+def pair(group: Group) -> float:
+    """Rank 0 sends three messages, rank 1 adds them up."""
+    rank = group.here[0]
+    if rank == 0:
+        for number in range(3):
+            group.journal(0, f"0F{number}")
+            group.send((torch.full((2,), float(number)),), 0, 1)
+        return 0.0
+    group.journal(1, "1F0")
+    return sum(group.recv(ONE, 0, 1).wait()[0][0].item() * 10**number for number in range(3))
+
+
+# ---- the suite ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_local_conforms(ranks: int):
+    group = local(ranks)
+    assert isinstance(group, Group)
+    assert len(conform(group)) == len(CASES)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("order", ["buffered", "lockstep"])
+def test_fakes_conform(ranks: int, order: str):
+    for seed in range(2):
+        names = run(conform, ranks, order=order, seed=seed)
+        assert names == [names[0]] * ranks
+        assert len(names[0]) == len(CASES)
+
+
+@pytest.mark.parametrize(
+    ("broken", "case"),
+    [
+        ("swapped", "messages_keep_their_order"),
+        ("contiguous", "every_dtype_and_layout_arrives"),
+        ("sum_for_max", "reductions_are_right"),
+        ("first_only", "every_dtype_and_layout_arrives"),
+    ],
+)
+def test_the_suite_sees_a_broken_group(monkeypatch: pytest.MonkeyPatch, broken: str, case: str):
+    """A suite that passes everything is worth nothing."""
+    group = local(2)
+    send = LocalGroup.send
+    if broken == "swapped":
+
+        def swap(self, tensors, src, dst, specs=None):
+            number = self._channel(src, dst).sent
+            return send(self, tuple(t + number % 2 for t in tensors) if dst != src else tensors, src, dst)
+
+        monkeypatch.setattr(LocalGroup, "send", swap)
+    elif broken == "contiguous":
+        monkeypatch.setattr("fpipe.collectives.local.lay_out", lambda tensor, spec: tensor)
+    elif broken == "sum_for_max":
+        monkeypatch.setattr(LocalGroup, "all_reduce", lambda self, x, op="sum": x * 2 if op == "max" else x)
+    else:
+        monkeypatch.setattr(LocalGroup, "send", lambda self, t, src, dst, specs=None: send(self, t[:1], src, dst))
+    with pytest.raises((AssertionError, GroupError)) as told:
+        conform(group)
+    assert case in "".join(told.value.__notes__)
+
+
+# ---- the world ------------------------------------------------------------------------------------------------------
+def test_the_same_seed_plays_the_same_run():
+    def story(seed: int) -> list[str]:
+        told: list[str] = []
+
+        def play(group):
+            for step in range(5):
+                told.append(f"{group.rank}:{step}")
+                group.barrier()
+                work = group.recv(ONE, (group.rank + 1) % 3, group.rank)
+                group.send((torch.zeros(2),), group.rank, (group.rank - 1) % 3)
+                told.append(f"{group.rank}:{work.done()}")
+                work.wait()
+
+        run(play, 3, seed=seed)
+        return told
+
+    assert story(5) == story(5)
+    assert len({tuple(story(seed)) for seed in range(8)}) > 4
+
+
+def test_buffered_needs_no_partner_and_lockstep_does():
+    def both_send_first(group):
+        other = 1 - group.rank
+        group.send((torch.zeros(2),), group.rank, other)
+        return group.recv(ONE, other, group.rank).wait()[0].tolist()
+
+    assert run(both_send_first, 2) == [[0, 0], [0, 0]]
+    with pytest.raises(DeadlockError, match="rank 0 waits to send message 0 to rank 1; rank 1 waits to send message 0"):
+        run(both_send_first, 2, order="lockstep")
+
+
+def test_an_error_names_the_fake_rank():
+    def fail(group):
+        if group.rank == 2:
+            raise ValueError("boo")
+        group.barrier()
+
+    with pytest.raises(ValueError, match="boo") as told:
+        run(fail, 3)
+    assert "on fake rank 2 of 3" in told.value.__notes__[0]
+    ended = outcomes(fail, 3)
+    assert isinstance(ended[0].error, PeerError)
+    assert "rank 2 is gone. Nothing is known of rank 2; it raised ValueError: boo" in str(ended[0].error)
+
+
+def test_ranks_that_came_for_different_things_are_told():
+    def disagree(group):
+        return group.barrier() if group.rank else group.gather_objects(1)
+
+    with pytest.raises(MismatchError, match=r"rank (0|1) came to (gather_objects|barrier) and rank"):
+        run(disagree, 2)
+
+
+def test_a_tensor_changed_on_its_way_is_found_out():
+    def hasty(group):
+        if group.rank == 0:
+            x = torch.zeros(2)
+            group.send((x,), 0, 1)
+            x += 1
+            return None
+        return group.recv(ONE, 0, 1).wait()
+
+    def patient(group):
+        if group.rank == 0:
+            x = torch.zeros(2)
+            group.send((x,), 0, 1).wait()
+            x += 1
+            return None
+        return group.recv(ONE, 0, 1).wait()[0].tolist()
+
+    with pytest.raises(GroupError, match="rank 0 changed a tensor that was still on its way to rank 1"):
+        run(hasty, 2)
+    assert run(patient, 2)[1] == [0, 0]
+
+
+# ---- faults ---------------------------------------------------------------------------------------------------------
+def test_a_delay_that_is_short_changes_nothing():
+    assert run(pair, 2, faults=[Delay(0, 1, 1, seconds=30)])[1] == run(pair, 2)[1] == 210
+
+
+def test_a_delay_that_is_long_is_told_without_waiting():
+    begin = time.monotonic()
+    with pytest.raises(
+        StalledError, match=r"rank 1 at 1F0 waited for message 1 of rank 0, longer than timeout=60.*0F2"
+    ):
+        run(pair, 2, faults=[Delay(0, 1, 1, seconds=90)])
+    assert time.monotonic() - begin < 5
+
+
+def test_a_lost_message():
+    with pytest.raises(StalledError, match="for message 2 of rank 0, longer than timeout=60"):
+        run(pair, 2, faults=[Drop(0, 1, 2)])
+
+
+@pytest.mark.parametrize("call", range(3))
+def test_a_killed_rank_is_missed(call: int):
+    ended = outcomes(pair, 2, faults=[Kill(0, before=call)])
+    assert ended[0].killed
+    assert isinstance(ended[1].error, PeerError)
+    assert f"rank 0 is gone. Rank 0's last known action was 0F{call}" in str(ended[1].error)
+
+
+def test_a_refused_operation():
+    with pytest.raises(UnsupportedError, match="recv was ordered to be refused on rank 1"):
+        run(pair, 2, faults=[Refuse("recv", rank=1)])
+    assert run(pair, 2, faults=[Refuse("recv", rank=0)])[1] == 210
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), [({"ranks": 0}, "ranks=0"), ({"ranks": 2, "order": "fifo"}, "order='fifo'")]
+)
+def test_what_run_refuses(arguments: dict, said: str):
+    with pytest.raises(GroupError, match=said):
+        run(pair, **arguments)
+
+
+def test_no_thread_is_left_behind():
+    import threading
+
+    before = threading.active_count()
+    for seed in range(5):
+        outcomes(pair, 2, seed=seed, faults=[Kill(0, 1)])
+        run(pair, 2, seed=seed)
+    assert threading.active_count() == before
