@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 #: module -> the public names that it brings, parted by blanks. The block below tells type checkers the same.
 _TABLE = {
     "_pipeline": "Pipeline grad pipeline value_and_grad vjp weighted",
+    "_launch": "launch",
     "actions": "Action Fused Placement",
     "collectives.local": "local",
     "collectives.setup": "init",
@@ -30,12 +31,15 @@ _TABLE = {
     "timeline": "Timeline",
 }
 #: modules and packages that are public by their own name, as in ``fpipe.errors``
-_MODULES = "errors"
+_MODULES = "devices errors testing"
 
 _FACE = {name: module for module, names in _TABLE.items() for name in names.split()}
 
 if TYPE_CHECKING:
+    from . import devices as devices
     from . import errors as errors
+    from . import testing as testing
+    from ._launch import launch as launch
     from ._pipeline import Pipeline as Pipeline
     from ._pipeline import grad as grad
     from ._pipeline import pipeline as pipeline

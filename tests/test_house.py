@@ -28,7 +28,7 @@ FLOORS = (
     ("generators",),
     ("comparison",),
     ("balancing",),
-    ("compare",),
+    ("comparison",),
     ("tree",),
     ("microbatch",),
     ("program",),
