@@ -1,7 +1,7 @@
 """Pictures of timelines: text for a terminal, ``.svg``, ``.png``, a page that can be explored, a trace for Perfetto.
 
 What is drawn is typed by :class:`Drawable`, a protocol, so that this package stands below the timelines it draws and
-knows neither schedules nor simulation. Each kind of file has one module, and the larger ones are loaded when they are asked for.
+knows neither schedules nor simulation. Each kind of file has one module; the larger ones are loaded when asked for.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 from ..errors import FpipeError
 from . import _terminal
 from ._scene import Drawable, scenes
-from ._trace import read
+from ._trace import is_timeline, read
 
-__all__ = ["FORMATS", "Drawable", "draw", "load", "save"]
+__all__ = ["FORMATS", "Drawable", "draw", "is_timeline", "load", "save"]
 
 #: ending -> (module that paints it, what it is); a module's ``paint`` takes scenes and returns text or bytes
 FORMATS: dict[str, tuple[str, str]] = {

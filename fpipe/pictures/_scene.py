@@ -51,15 +51,9 @@ class Drawable(Protocol):
     @property
     def ranks(self) -> int: ...
     @property
-    def start(self) -> float: ...
-    @property
-    def total(self) -> float: ...
-    @property
     def span(self) -> float: ...
     @property
     def bubble(self) -> float: ...
-    @property
-    def peak(self) -> Sequence[float]: ...
     def of_rank(self, rank: int, /) -> Sequence[DrawnSpan]: ...
     def curve(self, rank: int, /) -> Sequence[tuple[float, float]]: ...
     def waited_for(self, rank: int, position: int, /) -> Wait | None: ...
@@ -165,43 +159,51 @@ def scenes(timelines: Drawable | Sequence[Drawable], other: Drawable | None = No
     units = {timeline.unit for timeline in given} - {""}
     if len(units) > 1:
         raise FpipeError(f"timelines in {' and in '.join(sorted(units))} have no common axis; give them one unit")
+    lanes = [[timeline.of_rank(rank) for rank in range(timeline.ranks)] for timeline in given]
     unit, factor = units.pop() if units else "", 1.0
     if unit == "s":
-        longest = max(timeline.total for timeline in given)
+        longest = max(max(_extent(spans)) - min(_extent(spans)) for spans in lanes)
         unit, factor = next((u, f) for u, f, least in _SECONDS if longest >= least)
-    return tuple(scene(timeline, unit, factor) for timeline in given)
+    return tuple(_scene(timeline, spans, unit, factor) for timeline, spans in zip(given, lanes, strict=True))
 
 
 #: unit, how many of it are a second, and the least total in seconds that is told in it
 _SECONDS = (("s", 1.0, 2.0), ("ms", 1e3, 2e-3), ("us", 1e6, 0.0))
 
 
-def scene(timeline: Drawable, unit: str = "", factor: float = 1.0) -> Scene:
+def _extent(lanes: Sequence[Sequence[DrawnSpan]]) -> tuple[float, float]:
+    """The first start and the last end."""
+    starts = (span.start for lane in lanes for span in lane)
+    ends = (span.end for lane in lanes for span in lane)
+    return min(starts, default=0.0), max(ends, default=0.0)
+
+
+def _scene(timeline: Drawable, spans: Sequence[Sequence[DrawnSpan]], unit: str, factor: float) -> Scene:
     """The picture's own view of a timeline, its times multiplied by ``factor`` and counted from the first start."""
-    spans = [timeline.of_rank(rank) for rank in range(timeline.ranks)]
+    first, last = _extent(spans)
     shade_of, shades = _shading([tuple(span.action for span in lane) for lane in spans])
     curves = [_steps(timeline.curve(rank)) for rank in range(timeline.ranks)]
-    in_bytes = max((held for curve in curves for _, held in curve), default=0.0) >= 4096  # fewer are activations
     lanes = []
-    for rank, (lane, curve) in enumerate(zip(spans, curves, strict=True)):
-        peak = max((amount for _, amount in curve), default=0.0) if in_bytes else timeline.peak[rank]
+    for lane, curve in zip(spans, curves, strict=True):
         bubble = 1 - sum(span.end - span.start for span in lane) / timeline.span if timeline.span else 0.0
-        held = tuple(((time - timeline.start) * factor, amount) for time, amount in curve)
-        lanes.append(Lane(tuple(_bars(timeline, lane, factor, shade_of)), max(bubble, 0.0), peak, held))
+        held = tuple(((time - first) * factor, amount) for time, amount in curve)
+        peak = max((amount for _, amount in curve), default=0.0)
+        lanes.append(Lane(tuple(_bars(timeline, lane, first, factor, shade_of)), max(bubble, 0.0), peak, held))
     return Scene(
         name=timeline.name,
         lanes=tuple(lanes),
-        total=timeline.total * factor,
+        total=(last - first) * factor,
         span=timeline.span * factor,
         bubble=timeline.bubble,
         unit=unit,
-        memory_unit="bytes" if in_bytes else "",
+        memory_unit="bytes" if max((lane.peak for lane in lanes), default=0.0) >= 4096 else "",  # or activations
         shades=shades,
     )
 
 
-def _bars(timeline: Drawable, spans: Sequence[DrawnSpan], factor: float, shade_of: _ShadeOf) -> Iterator[Bar]:
-    zero = timeline.start
+def _bars(
+    timeline: Drawable, spans: Sequence[DrawnSpan], zero: float, factor: float, shade_of: _ShadeOf
+) -> Iterator[Bar]:
     for span in spans:
         waited = timeline.waited_for(span.rank, span.position)
         cause, wait = (None, 0.0) if waited is None else ((waited.rank, waited.position), waited.time)

@@ -18,22 +18,22 @@ from ._scene import Drawable, Scene
 
 _SCALE = {"s": 1e6, "ms": 1e3, "us": 1.0}
 _VERSION = 1
+_HEAD = b'{"otherData":{"fpipe":'
 
 
 def paint(scenes: Sequence[Scene]) -> str:
     """The file's text."""
     events = [event for k, scene in enumerate(scenes) for event in _events(k, scene)]
     told = [_told(scene) for scene in scenes]
-    return json.dumps(
-        {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"fpipe": _VERSION, "timelines": told}},
-        separators=(",", ":"),
-    )
+    # otherData stands first: it is how our own files are known
+    trace = {"otherData": {"fpipe": _VERSION, "timelines": told}, "displayTimeUnit": "ms", "traceEvents": events}
+    return json.dumps(trace, separators=(",", ":"))
 
 
 def _told(scene: Scene) -> dict[str, Any]:
     """What the events do not say of a timeline."""
-    peaks = [lane.peak for lane in scene.lanes]
-    return {"name": scene.name, "unit": scene.unit, "span": scene.span, "bubble": scene.bubble, "peak": peaks}
+    ranks = len(scene.lanes)
+    return {"name": scene.name, "unit": scene.unit, "span": scene.span, "bubble": scene.bubble, "ranks": ranks}
 
 
 def _events(pid: int, scene: Scene) -> Iterator[dict[str, Any]]:
@@ -86,7 +86,6 @@ class Recorded:
     unit: str
     span: float
     bubble: float
-    peak: tuple[float, ...]
     lanes: tuple[tuple[_Span, ...], ...]
     waits: dict[tuple[int, int], _Wait]
     curves: tuple[tuple[tuple[float, float], ...], ...]
@@ -95,16 +94,6 @@ class Recorded:
     def ranks(self) -> int:
         """How many ranks there are."""
         return len(self.lanes)
-
-    @property
-    def start(self) -> float:
-        """When the first action started: traces of ours count from there."""
-        return 0.0
-
-    @property
-    def total(self) -> float:
-        """The makespan."""
-        return max((span.end for lane in self.lanes for span in lane), default=0.0)
 
     def of_rank(self, rank: int, /) -> tuple[_Span, ...]:
         """The spans of one rank."""
@@ -117,6 +106,12 @@ class Recorded:
     def waited_for(self, rank: int, position: int, /) -> _Wait | None:
         """What an action waited for."""
         return self.waits.get((rank, position))
+
+
+def is_timeline(path: Path) -> bool:
+    """Whether a file looks like one that :func:`paint` wrote."""
+    with path.open("rb") as file:
+        return file.read(len(_HEAD)) == _HEAD
 
 
 def read(path: Path) -> tuple[Drawable, ...]:
@@ -134,7 +129,7 @@ def read(path: Path) -> tuple[Drawable, ...]:
 
 def _recorded(pid: int, told: dict[str, Any], events: list[dict[str, Any]]) -> Recorded:
     scale = _SCALE.get(told["unit"], 1e3)
-    ranks = len(told["peak"])
+    ranks = int(told["ranks"])
     lanes: list[list[_Span]] = [[] for _ in range(ranks)]
     curves: list[list[tuple[float, float]]] = [[] for _ in range(ranks)]
     waits: dict[tuple[int, int], _Wait] = {}
@@ -152,7 +147,7 @@ def _recorded(pid: int, told: dict[str, Any], events: list[dict[str, Any]]) -> R
     if any(wait.position >= len(lanes[wait.rank]) for wait in waits.values()):
         raise ValueError("an action waits for one that is not there")
     rows = tuple(map(tuple, lanes)), waits, tuple(map(tuple, curves))
-    return Recorded(told["name"], told["unit"], told["span"], told["bubble"], tuple(told["peak"]), *rows)
+    return Recorded(told["name"], told["unit"], told["span"], told["bubble"], *rows)
 
 
 def _action(text: str) -> AnyAction:
