@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import tree
+from .actions import plain
 from .collectives.group import Spec
 from .feed import Values
 from .plan import Kinds, grad_key, spec_of
@@ -208,15 +209,30 @@ class Collected:
         return out
 
     def states(self) -> list[Any]:
-        """The state of each stage after the last microbatch; None where there is none or it lives elsewhere."""
+        """The state of each stage after its last microbatch; None where there is none or it lives elsewhere.
+
+        A stage with several homes carries a state in each; that of the first home is told to the others.
+        """
         out: list[Any] = [None] * self.stages
-        for stage in self.pipe.here:
-            if not self.pipe.functions[stage].state:
-                continue
-            rank = next(r for r in self.placement.ranks_of(stage) if r in self.group.here)
-            last = [a.microbatch for row in self.request.schedule for b in row for a in b.parts
-                    if a.stage == stage and a.op == "F"][-1]  # fmt: skip
-            own = self._programs(rank, self.request.kind_of[last], stage)
-            assert own.state_spec is not None
-            out[stage] = tree.unflatten(own.state_spec, [self._get(rank, (stage, last, n)) for n in own.new_state])
+        for stage, function in enumerate(self.pipe.functions):
+            homes = self.placement.ranks_of(stage)
+            told = len(homes) > 1 and not self.alone
+            if function.state and (told or stage in self.pipe.here):
+                made = self._state(stage, homes[0], told)
+                out[stage] = made if stage in self.pipe.here else None
         return out
+
+    def _state(self, stage: int, home: int, told: bool) -> Any:
+        row = self.request.schedule[home]
+        last = [a.microbatch for a in plain(row) if a.stage == stage and a.op == "F"][-1:]
+        kind = self.request.kind_of[last[0]] if last else 0
+        spec, avals = self.resolved.faces[kind][stage].state
+        values: Sequence[Any] | None = None
+        if home in self.group.here:
+            own = self._programs(home, kind, stage)
+            names = own.new_state if last else ()
+            values = [self._get(home, (stage, last[0], n)) for n in names] or list(self.values.states[stage])
+        if told:
+            values = self.group.share(None if values is None else tuple(values), tuple(map(spec_of, avals)), home)
+        assert values is not None and spec is not None
+        return tree.unflatten(spec, values)

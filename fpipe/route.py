@@ -38,6 +38,7 @@ class Face:
     takes_dy: tuple[bool, ...]
     aux: Aval | None = None
     leaves: tuple[str, ...] = ()  # the paths of the parameters
+    state: tuple[Spec | None, tuple[Aval, ...]] = (None, ())
 
     @classmethod
     def of(cls, programs: Programs, leaves: tuple[str, ...] = ()) -> Face:
@@ -58,7 +59,7 @@ class Face:
         takes_dy = tuple(name is not None and name in inputs for name in programs.dys)
         static = tuple(sorted(programs.y_static.items()))
         return cls(programs.y_spec, static, tuple(ys), tuple(dxs), programs.y_avals, takes_x, takes_dy,
-                   programs.aux_aval, leaves)  # fmt: skip
+                   programs.aux_aval, leaves, (programs.state_spec, programs.state_avals))  # fmt: skip
 
 
 class Out(NamedTuple):

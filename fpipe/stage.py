@@ -29,7 +29,8 @@ class Stage:
     ``aux_loss``: fn returns ``(y, scalar)`` and the scalar joins the total. ``state``: ``fn(params, state, x)`` returns
     ``(y, state)``. ``engine`` and ``compile`` override the pipeline's. ``frozen`` names parameter leaves (dotted paths
     within the stage, shell patterns) that get no gradient; ``ties`` pairs a leaf's path with the name of a group whose
-    members, across stages, are one parameter. ``initial_state`` is where the state starts.
+    members, across stages, are one parameter. ``initial_state`` is where the state starts; where a stage has several homes,
+    each carries the state over its own microbatches, and that of the first home comes back.
 
     >>> Stage(lambda p, x: (x, x.sum()), aux_loss=True).aux_loss
     True
@@ -171,6 +172,7 @@ class Programs:
     dx_avals: Mapping[str, Aval]
     memory: Mapping[str, Held]  # behind every named value
     fresh: frozenset[str]  # gradients that alias nothing and may be added to in place
+    state_avals: tuple[Aval, ...] = ()
     eager: bool = False
     label: str = ""
 

@@ -121,6 +121,7 @@ class Outputs:
     y: tuple[Any, ...]  # Aval, or a value that is no tensor
     aux: Aval | None
     state_spec: tree.Spec | None
+    state: tuple[Aval, ...] = ()
     copies: bool = False  # inputs must be copied first: the function writes into them
 
 
@@ -138,7 +139,9 @@ def _outputs(stage: Stage, signature: Signature) -> Outputs:
         _check_outputs(stage, ys, aux)
         avals = tuple(Aval.like(t, t.requires_grad) if isinstance(t, torch.Tensor) else t for t in ys)
         aux_aval = None if aux is None else Aval.like(aux, aux.requires_grad)
-        return Outputs(y_spec, avals, aux_aval, tree.flatten(state)[1] if stage.state else None, copies)
+        states, state_spec = tree.flatten(state) if stage.state else ([], None)
+        _check_state(stage, states)
+        return Outputs(y_spec, avals, aux_aval, state_spec, tuple(map(Aval.like, states)), copies)
     raise AssertionError("unreachable")
 
 
@@ -153,6 +156,15 @@ def _check_outputs(stage: Stage, ys: Sequence[Any], aux: Any) -> None:
         raise StageError(
             f"stage {stage.label} has aux_loss=True, so it must return (y, scalar) with a floating tensor without "
             f"axes; its second value is {tree.describe([aux])}"
+        )
+
+
+def _check_state(stage: Stage, leaves: Sequence[Any]) -> None:
+    strange = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+    if strange:
+        raise StageError(
+            f"stage {stage.label} returns {strange[0]!r} in its state, whose leaves must be tensors (a number would make "
+            "each microbatch another program); write torch.tensor(0) for a counter"
         )
 
 
@@ -273,6 +285,7 @@ def _cut(stage: Stage, signature: Signature, made: Outputs, graph: fx.GraphModul
         dx_avals={n.name: Aval.like(n.meta["val"]) for n in dxs if n is not None},
         memory=memory,
         fresh=_fresh([n for n in dps if n is not None], memory, pieces.saved + pieces.kept, dxs),
+        state_avals=made.state,
         label=stage.label,
     )  # fmt: skip
 
