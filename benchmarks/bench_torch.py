@@ -94,13 +94,14 @@ class Bytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Note every new storage."""
-        out = func(*args, **(kwargs or {}))
-        for leaf in torch.utils._pytree.tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                storage = leaf.untyped_storage()
-                key = storage._cdata
-                if key not in self.seen and storage.nbytes():
-                    self._note(storage, key)
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
+        for tensor in _tensors(out):
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self.seen and key not in given and storage.nbytes():
+                self._note(storage, key)
         return out
 
     def _note(self, storage, key):
@@ -113,6 +114,10 @@ class Bytes(TorchDispatchMode):
     def _gone(self, key, size):
         self.seen.discard(key)
         self.now -= size
+
+
+def _tensors(tree):
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _peer_schedule(name: str, params, loss, microbatches: int, rank: int, ranks: int, placement):

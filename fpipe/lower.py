@@ -150,6 +150,8 @@ class _Lowering:
         letter, index = given
         if letter == "p":
             return (stage, -1, name)
+        if letter == "g":
+            return grad_key(stage, index)
         if letter == "t":
             return self.state.setdefault(stage, [(stage, -1, f"t{i}") for i in range(programs.counts[3])])[index]
         wires = self.kind(mb).wires
@@ -210,15 +212,15 @@ class _Lowering:
                 self._run(action, kinds.loss, kinds.loss.b, stage + 1)
             if stage == top:
                 self.send(action, stage + 1, "I")
-            self._run(action, own, own.i if op == "I" else own.b, stage)
+            self._run(action, own, own.i if op == "I" else self._with_adds(own, "B", stage), stage)
             self.send(action, stage, "I")
             if stage == 0 and self.job.wants_dx:
                 for found in self._input_gradients(own, kinds, mb):
                     self.fetch(found)
         if op != "I":
             if op == "W":
-                self._run(action, own, own.w, stage)
-            self._add(action, own)
+                self._run(action, own, self._with_adds(own, "W", stage), stage)
+            self._add(action, own, op)
 
     def _input_gradients(self, own: Programs, kinds: Kinds, mb: int) -> list[Key]:
         found = (kinds.wires.cotangent(-1, i, mb) for i in range(own.counts[1]))
@@ -238,11 +240,21 @@ class _Lowering:
             self.here.update(writes)
             self.out.append(Step(program.name, action, reads, writes, program, own))  # type: ignore[arg-type]
 
-    def _add(self, action: Action, own: Programs) -> None:
+    def _with_adds(self, own: Programs, letter: str, stage: int) -> Program:
+        """The program that adds into gradients itself, once they are all there; until then the one that makes them."""
+        made = own.added_by(letter)
+        if made and all(grad_key(stage, index) in self.added for index in made):
+            return own.adding(letter)
+        return own.b if letter == "B" else own.w
+
+    def _add(self, action: Action, own: Programs, op: str) -> None:
         stage, mb = action.stage, action.microbatch
         into, values, how = [], [], []
+        done = own.added_by(op)
+        if not all(grad_key(stage, index) in self.added for index in done):
+            done = {}
         for index, name in enumerate(own.dps):
-            if name is None:
+            if name is None or index in done:
                 continue
             target = grad_key(stage, index)
             into.append(target)
@@ -328,4 +340,5 @@ def _given(programs: Programs) -> dict[str, tuple[str, int]]:
     p, x, k, t = programs.counts
     names = {f"{letter}{i}": (letter, i) for letter, n in zip("pxkt", (p, x, k, t), strict=True) for i in range(n)}
     names |= {name: ("dy", j) for j, name in enumerate(programs.dys) if name is not None}
+    names |= {f"g{i}": ("g", i) for i in range(p)}
     return names | {"daux": ("daux", 0)}

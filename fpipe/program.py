@@ -62,11 +62,13 @@ class Program:
     def __init__(
         self, name: str, code: str, run: Callable[[list[Any]], tuple[Any, ...]], inputs: Sequence[str],
         outputs: Sequence[str], *, random: bool = False, nodes: Sequence[fx.Node] = (),
+        constants: Mapping[str, Any] | None = None,
     ):  # fmt: skip
         self.name, self.code = name, code
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
         self.random, self.nodes = random, tuple(nodes)
         self.run = run
+        self.constants = dict(constants or {})
 
     def __call__(self, box: list[Any]) -> tuple[Any, ...]:
         return self.run(box)
@@ -77,15 +79,19 @@ class Program:
     @classmethod
     def from_nodes(
         cls, name: str, nodes: Iterable[fx.Node], inputs: Sequence[str], outputs: Sequence[str],
-        constants: Mapping[str, Any] | None = None,
+        constants: Mapping[str, Any] | None = None, adds: Mapping[str, Sequence[str]] | None = None,
     ) -> Program:  # fmt: skip
-        """Write the nodes out as Python, compile it once, and bind every operation to a name."""
+        """Write the nodes out as Python, compile it once, and bind every operation to a name.
+
+        ``adds`` names, for a value, the inputs that it is added into as soon as it is made.
+        """
         body = [node for node in nodes if node.op == "call_function"]
         scope: dict[str, Any] = dict(constants or {})
-        code = _source(name, body, inputs, outputs, scope)
+        code = _source(name, body, inputs, outputs, scope, adds or {})
         space = dict(scope)
         exec(compile(code, f"<fpipe program {name}>", "exec"), space)
-        return cls(name, code, space[name], inputs, outputs, random=any(map(draws, body)), nodes=body)
+        return cls(name, code, space[name], inputs, outputs, random=any(map(draws, body)), nodes=body,
+                   constants=constants)  # fmt: skip
 
 
 def draws(node: fx.Node) -> bool:
@@ -94,13 +100,14 @@ def draws(node: fx.Node) -> bool:
 
 
 def _source(
-    name: str, body: Sequence[fx.Node], inputs: Sequence[str], outputs: Sequence[str], scope: dict[str, Any]
-) -> str:
+    name: str, body: Sequence[fx.Node], inputs: Sequence[str], outputs: Sequence[str], scope: dict[str, Any],
+    adds: Mapping[str, Sequence[str]],
+) -> str:  # fmt: skip
     last: dict[str, int] = {}
     for index, node in enumerate(body):
         for used in node.all_input_nodes:
             last[used.name] = index
-    keep = set(outputs) | {key for key in scope}
+    keep = set(outputs) | {key for key in scope} | {into for many in adds.values() for into in many}
     lines = [f"def {name}(box):"]
     if inputs:
         lines += [f"    {', '.join(inputs)}{',' if len(inputs) == 1 else ''} = box", "    box.clear()"]
@@ -109,6 +116,7 @@ def _source(
         lines.append(f"    del {', '.join(unused)}")
     for index, node in enumerate(body):
         lines.append(f"    {node.name} = {_call(node, scope)}")
+        lines += [f"    {into}.add_({node.name})" for into in adds.get(node.name, ())]
         dead = [u.name for u in node.all_input_nodes if last[u.name] == index and u.name not in keep]
         if node.name not in last and node.name not in keep:
             dead.append(node.name)

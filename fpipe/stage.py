@@ -174,7 +174,9 @@ class Programs:
     fresh: frozenset[str]  # gradients that alias nothing and may be added to in place
     state_avals: tuple[Aval, ...] = ()
     eager: bool = False
+    compiled: bool = False
     label: str = ""
+    _adding: dict[str, Program] = field(default_factory=dict, repr=False)
 
     # ---- bytes --------------------------------------------------------------------------------------------------
     def held(self, names: Sequence[str]) -> int:
@@ -191,6 +193,29 @@ class Programs:
     def kept_bytes(self) -> int:
         """Bytes held from I to W."""
         return self.held(self.kept)
+
+    # ---- gradients added where they are made ----------------------------------------------------------------------
+    def added_by(self, letter: str) -> dict[int, str]:
+        """The parameter gradients, by leaf, that program ``letter`` ("B" or "W") makes itself."""
+        program = self.b if letter == "B" else self.w
+        if self.eager or self.compiled:
+            return {}
+        made = {node.name for node in program.nodes}
+        return {i: name for i, name in enumerate(self.dps) if name is not None and name in made}
+
+    def adding(self, letter: str) -> Program:
+        """Program ``letter`` with its parameter gradients added into inputs ``g0..`` as soon as each is made."""
+        found = self._adding.get(letter)
+        if found is None:
+            program = self.b if letter == "B" else self.w
+            adds: dict[str, list[str]] = {}
+            for index, name in self.added_by(letter).items():
+                adds.setdefault(name, []).append(f"g{index}")
+            inputs = (*program.inputs, *(into for many in adds.values() for into in many))
+            outputs = [name for name in program.outputs if name not in adds or name in self.dxs]
+            found = Program.from_nodes(program.name, program.nodes, inputs, outputs, program.constants, adds)
+            self._adding[letter] = found
+        return found
 
     # ---- by hand ------------------------------------------------------------------------------------------------
     @property

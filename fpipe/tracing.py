@@ -286,6 +286,7 @@ def _cut(stage: Stage, signature: Signature, made: Outputs, graph: fx.GraphModul
         memory=memory,
         fresh=_fresh([n for n in dps if n is not None], memory, pieces.saved + pieces.kept, dxs),
         state_avals=made.state,
+        compiled=stage.compile is not None,
         label=stage.label,
     )  # fmt: skip
 
