@@ -88,6 +88,7 @@ class Job:
     wide: torch.dtype | None = None
     wants_dx: bool = False
     phased: bool = False  # all forwards first, with nothing under way between the phases
+    wired: bool = False  # some ranks live in other processes
     ahead: int = 2
 
     @property
