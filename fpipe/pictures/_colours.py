@@ -8,13 +8,14 @@ fall together. Every picture also writes letters, so that colour is never the on
 from __future__ import annotations
 
 from functools import lru_cache
+from math import dist
 
 #: op -> (the first chunk's colour, the last one's)
 RAMPS: dict[str, tuple[str, str]] = {
-    "F": ("#3f97e6", "#c0e2fb"),
+    "F": ("#4ba3f5", "#c0e2fb"),
     "B": ("#e0a712", "#ffe391"),
-    "I": ("#c03a2b", "#f28775"),
-    "W": ("#0b4b49", "#4f8682"),
+    "I": ("#c03a2b", "#ee7d6b"),
+    "W": ("#0b4b49", "#4c827e"),
 }
 
 #: op -> what the legend says
@@ -51,7 +52,7 @@ def fill(op: str, shade: int = 0, shades: int = 1) -> str:
     """The colour of ``op`` in the chunk numbered ``shade`` of ``shades``.
 
     >>> fill("F"), fill("F", 1, 2)
-    ('#3f97e6', '#a0cff6')
+    ('#4ba3f5', '#a3d2fa')
     """
     first, last = RAMPS[op]
     reach = 0.75 if shades == 2 else 1.0  # two chunks need not go to the palest
@@ -59,18 +60,52 @@ def fill(op: str, shade: int = 0, shades: int = 1) -> str:
 
 
 @lru_cache(maxsize=1024)
+def of_256(colour: str) -> int:
+    """The number, in a terminal of 256 colours, of the one that looks most alike.
+
+    >>> of_256("#ff0000"), of_256("#c03a2b")
+    (196, 124)
+    """
+    wanted = lab(colour)
+    return min(range(16, 256), key=lambda number: dist(_lab_of_256(number), wanted))
+
+
+@lru_cache(maxsize=256)
+def _lab_of_256(number: int) -> tuple[float, float, float]:
+    """A cube of 6 x 6 x 6 colours, then 24 greys."""
+    steps = (0, 95, 135, 175, 215, 255)
+    red, green, blue = (number - 16) // 36, (number - 16) // 6 % 6, (number - 16) % 6
+    parts = (steps[red], steps[green], steps[blue]) if number < 232 else (8 + 10 * (number - 232),) * 3
+    return lab("#" + "".join(f"{part:02x}" for part in parts))
+
+
+def lab(colour: str) -> tuple[float, float, float]:
+    """A colour in CIELAB, where distances are about as large as they look."""
+    r, g, b = _linear(colour)
+    x = (0.4124564 * r + 0.3575761 * g + 0.1804375 * b) / 0.95047
+    y = 0.2126729 * r + 0.7151522 * g + 0.0721750 * b
+    z = (0.0193339 * r + 0.1191920 * g + 0.9503041 * b) / 1.08883
+    x, y, z = (v ** (1 / 3) if v > 0.008856 else 7.787 * v + 16 / 116 for v in (x, y, z))
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+@lru_cache(maxsize=1024)
 def ink(colour: str) -> str:
     """Black or white, whichever reads better on ``colour`` (the contrast rule of WCAG 2).
 
     >>> ink("#0b4b49"), ink("#ffe391")
-    ('#ffffff', '#10161d')
+    ('#ffffff', '#000000')
     """
     light = luminance(colour)
-    dark = luminance("#10161d")
-    return "#ffffff" if 1.05 / (light + 0.05) > (light + 0.05) / (dark + 0.05) else "#10161d"
+    return "#ffffff" if 1.05 / (light + 0.05) > (light + 0.05) / 0.05 else "#000000"
 
 
 def luminance(colour: str) -> float:
     """Relative luminance, 0 to 1."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in rgb(colour))]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    red, green, blue = _linear(colour)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def _linear(colour: str) -> list[float]:
+    shares = [value / 255 for value in rgb(colour)]
+    return [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in shares]

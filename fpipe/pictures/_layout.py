@@ -111,7 +111,8 @@ def _frame(scenes: Sequence[Scene]) -> _Frame:
 def _label_size(scenes: Sequence[Scene], room: float) -> tuple[int, float]:
     """The fullest names that fit into a short bar, and their size."""
     for detail in (3, 2, 1):
-        size = (room - 3) / max(width(name, 1.0) for scene in scenes for name in scene.short_names(detail))
+        longest = max(width(text, 1.0) for scene in scenes for text in scene.short_names(detail))
+        size = (room - 3) / max(longest, 0.5)
         if size >= (9.5 if detail > 1 else 7.5):
             return detail, min(size, 12.0)
     return 0, 0.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple, Protocol, TypeAlias
 
 from ..actions import Action, AnyAction, Op, Placement, Row
@@ -214,8 +215,7 @@ def _bars(
 
 def _steps(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Without the dips that last no time, where one action lets go at the moment that the next one takes."""
-    after = [*curve[1:], (float("inf"), 0.0)]
-    return [point for point, then in zip(curve, after, strict=True) if point[0] < then[0] or point[1] > then[1]]
+    return [point for point, then in pairwise(curve) if point[0] < then[0] or point[1] > then[1]] + list(curve[-1:])
 
 
 # ---- shades ---------------------------------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, floor
+from textwrap import wrap
 
 from . import _words as words
-from ._colours import fill, ink, mix, rgb
+from ._colours import fill, ink, mix, of_256, rgb
 from ._scene import Lane, Scene, name
 
 #: (detail, how many lines of text it may fill, 0 for one panel), best first; the first that is short enough is drawn
@@ -50,16 +51,17 @@ def paint(scenes: Sequence[Scene], width: int, colour: int) -> str:
         lines += ["", _axis(plan, first, stop)] if panel else []
         for scene, cells in zip(scenes, rows, strict=True):
             if panel == 0 or len(scenes) > 1:
-                lines.append(words.title(scene) if panel == 0 else scene.name)
+                lines.append((words.title(scene) if panel == 0 else scene.name)[:width])
             if panel == 0:
                 lines.append(_axis(plan, first, stop))
             for rank, row in enumerate(cells):
                 lines.append(_label(rank, plan) + _ansi(row[first:stop], colour))
     lines.append("")
     for scene in scenes:
-        lines.append((f"{scene.name or 'schedule'}: " if len(scenes) > 1 else "") + words.figures(scene))
-    lines.append(_legend(scenes, plan, colour))
-    return "\n".join(line[:width] if not colour else line for line in (text.rstrip() for text in lines)) + "\n"
+        told = (f"{scene.name or 'schedule'}: " if len(scenes) > 1 else "") + words.figures(scene)
+        lines += wrap(told, width, subsequent_indent="  ")
+    lines += _legend(scenes, plan, width, colour)
+    return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
 # ---- layout ---------------------------------------------------------------------------------------------------------
@@ -226,23 +228,28 @@ def _escape(style: tuple[str, str], bits: int) -> str:
 
 
 def _code(colour: str, bits: int) -> str:
-    red, green, blue = rgb(colour)
     if bits >= 24:
-        return f"2;{red};{green};{blue}"
-    near = [min(range(6), key=lambda k: abs((0, 95, 135, 175, 215, 255)[k] - v)) for v in (red, green, blue)]
-    return f"5;{16 + 36 * near[0] + 6 * near[1] + near[2]}"
+        return "2;{};{};{}".format(*rgb(colour))
+    return f"5;{of_256(colour)}"
 
 
-def _legend(scenes: Sequence[Scene], plan: _Plan, bits: int) -> str:
-    ops = {op: word for scene in scenes for op, word in words.legend(scene)}
+def _legend(scenes: Sequence[Scene], plan: _Plan, width: int, bits: int) -> list[str]:
     shades = max(scene.shades for scene in scenes)
-    items = []
-    for op, word in ops.items():
-        if bits:
-            swatch = [(" ", (ink(g), g)) for g in (fill(op, k, shades) for k in range(shades)) for _ in range(2)]
-            items.append(_ansi([(op, swatch[0][1]), *swatch[1:]], bits) + f" {word}")
-        else:
-            items.append(f"{op} {word}")
+    items: list[tuple[str, int]] = []  # and how wide each is
+    for op, word in {op: word for scene in scenes for op, word in words.legend(scene)}.items():
+        grounds = [fill(op, k, shades) for k in range(shades)]
+        swatch: list[Cell] = [(" ", (ink(ground), ground)) for ground in grounds for _ in range(2)]
+        swatch = [(op, swatch[0][1]), *swatch[1:]] if bits else [(op, None)]
+        word = f" {word}"[: max(width - len(swatch), 0)]
+        items.append((_ansi(swatch, bits) + word, len(swatch) + len(word)))
     if not bits and shades == 2 and plan.detail < 3:
-        items.append("small letters: a rank's other stage")
-    return "  ".join(items)
+        note = "small letters: a rank's other stage"[:width]
+        items.append((note, len(note)))
+    lines, room = [""], width
+    for text, size in items:
+        if size > room and lines[-1]:
+            lines.append("")
+            room = width
+        lines[-1] += text + "  "
+        room -= size + 2
+    return lines

@@ -7,6 +7,7 @@ is a counter. Traces count in microseconds: where a cost model has its own unit,
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from ..errors import FpipeError
 from ._scene import Drawable, Scene
 
 _SCALE = {"s": 1e6, "ms": 1e3, "us": 1.0}
+_PART = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 _VERSION = 1
 _HEAD = b'{"otherData":{"fpipe":'
 
@@ -156,6 +158,7 @@ def _action(text: str) -> AnyAction:
 
 
 def _part(text: str) -> Action:
-    op = next(char for char in text if char in "FBIW")
-    stage, microbatch = text.split(op)
-    return Action(int(stage), op, int(microbatch))  # type: ignore[arg-type]
+    found = _PART.fullmatch(text)
+    if not found:
+        raise ValueError(f"{text!r} is no action")
+    return Action(int(found[1]), found[2], int(found[3]))  # type: ignore[arg-type]
