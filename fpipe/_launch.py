@@ -10,7 +10,6 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
-import socket
 import sys
 import threading
 import time
@@ -50,11 +49,11 @@ def launch(
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise LaunchError(f"ranks={ranks!r}; give a whole number of processes, 1 at least")
     context = _context(start)
-    port = _free_port()
+    store = _store()  # kept by this process, so that it outlives every rank
     children: list[_Child] = []
     try:
         for rank in range(ranks):
-            children.append(_start(context, fn, args, _environment(rank, ranks, port, env or {})))
+            children.append(_start(context, fn, args, _environment(rank, ranks, store.port, env or {})))
         return _collect(children, timeout)
     finally:
         _end(children)
@@ -100,10 +99,10 @@ def _context(start: str | None) -> Any:
     return context
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def _store() -> Any:
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # slow, and only needed here
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _environment(rank: int, ranks: int, port: int, more: dict[str, str]) -> dict[str, str]:
@@ -114,6 +113,7 @@ def _environment(rank: int, ranks: int, port: int, more: dict[str, str]) -> dict
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there: rank 0 must not start one
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         **more,
     }
@@ -140,14 +140,18 @@ def _run(pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...], env: d
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, name="fpipe-parent", daemon=True).start()
     try:
-        raw = pickle.dumps(_Report(ok=True, value=fn(*args), when=time.time()))
+        report = _Report(ok=True, value=fn(*args))
     except BaseException as error:
-        text, when = traceback.format_exc(), time.time()
-        try:
-            raw = pickle.dumps(_Report(value=error, text=text, when=when))
-            pickle.loads(raw)
-        except Exception:
-            raw = pickle.dumps(_Report(text=text, when=when))
+        report = _Report(value=error, text=traceback.format_exc())
+    report.when = time.time()
+    try:
+        raw = pickle.dumps(report)
+        pickle.loads(raw)
+    except Exception as error:
+        text = (
+            f"what rank {env['RANK']} returned cannot be sent to another process: {error}" if report.ok else report.text
+        )
+        raw = pickle.dumps(_Report(text=text, when=report.when))
     pipe.send_bytes(raw)
     pipe.close()
 
@@ -201,7 +205,7 @@ def _raise_first(failures: list[tuple[int, _Child]]) -> None:
         raise LaunchError(f"rank {rank} ended by {how} before it was done; its own output says more")
     if isinstance(report.value, BaseException):
         raise report.value from LaunchError(f"on rank {rank}:\n\n{report.text}")
-    raise LaunchError(f"rank {rank} raised what cannot be sent to another process:\n\n{report.text}")
+    raise LaunchError(f"on rank {rank}: {report.text}")
 
 
 def _end(children: list[_Child]) -> None:

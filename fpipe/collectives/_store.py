@@ -17,9 +17,16 @@ def default_store() -> Store:
 
 
 def of_group(pg: dist.ProcessGroup, purpose: str) -> Store:
-    """A corner of the default store for one process group: the same for its ranks, another for other groups."""
+    """A corner of the default store for one process group: the same for its ranks, another for every other group.
+
+    Each rank counts how often it came here with these ranks. The count is kept in the store, and so is right also for
+    a process that was started anew beside an old store.
+    """
+    store = default_store()
+    name = f"fpipe/{purpose}/{'-'.join(map(str, dist.get_process_group_ranks(pg)))}"
+    nth = store.add(f"{name}/{pg.rank()}", 1)
     prefixed = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
-    return prefixed(f"fpipe/{purpose}/{pg.group_name}", default_store())
+    return prefixed(f"{name}/{nth}", store)
 
 
 def own(store: Store, patience: timedelta) -> Store:

@@ -2,7 +2,8 @@
 
 The n-th message of a channel is the n-th of its receiver by construction; tags are not used. Where a backend wants
 one order for both directions of a pair, each direction has a process group of its own. Sends keep their buffers until
-they are done, up to a bound in bytes; past it the oldest is waited for. Knows no schedule and no stage.
+they are settled: whoever runs a plan knows from what arrives which of its sends have been received, and a send is never
+waited for before that, since a bound on what is under way could stop two ranks for good. Knows no schedule.
 """
 
 from __future__ import annotations
@@ -27,8 +28,6 @@ from .meeting import Meeting
 from .reduce import all_reduce
 from .wire import empty, pack, unpack
 
-IN_FLIGHT = 64 << 20
-
 
 class C10dGroup:
     """See the module. Made by ``fpipe.init``, or from a process group of one's own by :func:`adopt`."""
@@ -43,7 +42,6 @@ class C10dGroup:
         capabilities: Capabilities,
         cpu: Capabilities | None = None,
         back: dist.ProcessGroup | None = None,
-        in_flight: int = IN_FLIGHT,
     ):
         self.size, self.rank = pg.size(), pg.rank()
         self.here = (self.rank,)
@@ -55,9 +53,7 @@ class C10dGroup:
         self._watch = Watch(store, self.rank, self.size, timeout)
         self._meeting = Meeting(store, self.rank, self.size, timeout, self._watch)
         self._limit = timedelta(seconds=timeout)
-        self._in_flight = in_flight
-        self._sent: deque[_Sent] = deque()
-        self._bytes = 0
+        self._sent: dict[int, deque[_Sent]] = {}
         self._late: dict[int, deque[_Receipt]] = {}
         self._self = LocalGroup((device,))
         way = road(capabilities, torch.uint8, cpu)
@@ -90,9 +86,7 @@ class C10dGroup:
         except RuntimeError as error:
             raise self._watch.explain(error, dst, "to send to") from error
         sent = _Sent(self, dst, works, buffers)
-        self._sent.append(sent)
-        self._bytes += sent.bytes
-        self._let_go()
+        self._sent.setdefault(dst, deque()).append(sent)
         return sent
 
     def recv(self, specs: tuple[Spec, ...], src: int, dst: int) -> Work:
@@ -108,15 +102,17 @@ class C10dGroup:
             self._late.setdefault(src, deque()).append(receipt)
         return receipt
 
+    def settle(self, dst: int, count: int) -> None:
+        """Let go of the oldest sends to a rank, which are known to have been received."""
+        sent = self._sent.get(dst, deque())
+        for _ in range(min(count, len(sent))):
+            sent[0].wait()
+
     def flush(self) -> None:
         """Wait for every send."""
-        while self._sent:
-            self._sent[0].wait()
-
-    def _let_go(self) -> None:
-        """Forget sends that are done, and wait for the oldest ones while too many bytes are held."""
-        while self._sent and (self._bytes > self._in_flight or self._sent[0].done()):
-            self._sent[0].wait()
+        for sent in self._sent.values():
+            while sent:
+                sent[0].wait()
 
     def _mine(self, rank: int, verb: str) -> None:
         if rank != self.rank:
@@ -133,11 +129,13 @@ class C10dGroup:
 
     def _wait_all(self, works: list[Any], peer: int, doing: str) -> None:
         start = time.monotonic()
+        self._watch.journal.waits(peer)
         try:
             for work in works:
                 self._wait(work)
         except RuntimeError as error:
             raise self._watch.explain(error, peer, doing, time.monotonic() - start) from error
+        self._watch.journal.waits(None)
 
     # ---- all ranks ----------------------------------------------------------------------------------------------
     def share(self, tensors: tuple[Tensor, ...] | None, specs: tuple[Spec, ...], src: int) -> tuple[Tensor, ...]:
@@ -196,12 +194,11 @@ _DTYPES = tuple({dtype for dtype in vars(torch).values() if isinstance(dtype, to
 
 
 class _Sent:
-    __slots__ = ("_buffers", "_dst", "_group", "_over", "_works", "bytes")
+    __slots__ = ("_buffers", "_dst", "_group", "_over", "_works")
 
     def __init__(self, group: C10dGroup, dst: int, works: list[Any], buffers: list[Tensor]):
         self._group, self._dst, self._works, self._buffers = group, dst, works, buffers
         self._over = False
-        self.bytes = sum(buffer.nbytes for buffer in buffers)
 
     def done(self) -> bool:
         return self._over or all(work.is_completed() for work in self._works)
@@ -210,8 +207,7 @@ class _Sent:
         if not self._over:
             self._group._wait_all(self._works, self._dst, "to send to")
             self._over = True
-            self._group._bytes -= self.bytes
-            self._group._sent.remove(self)
+            self._group._sent[self._dst].remove(self)
             self._works, self._buffers = [], []
         return ()
 

@@ -1,10 +1,12 @@
-"""Turning what a backend throws into an error that says who waited, for whom, and what the other did last.
+"""Turning what a backend throws into an error that says who waited, for whom, and where the trail ends.
 
-Knows the journal and the words of backends for "too late"; knows no message.
+The rank that is waited for often waits itself, or failed because of a third: the journal tells whom to look at first.
+Knows the words of backends for "too late"; knows no message.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,55 +38,89 @@ class Watch:
     def talking(self, peer: int | None, doing: str) -> Iterator[None]:
         """While talking to a peer (None: to all), an error of the backend becomes one of ours."""
         start = time.monotonic()
+        self.journal.waits(peer)
         try:
             yield
         except FpipeError:
             raise
         except RuntimeError as error:
             raise self.explain(error, peer, doing, time.monotonic() - start) from error
+        self.journal.waits(None)
 
     def explain(self, error: BaseException, peer: int | None, doing: str, seconds: float = 0.0) -> GroupError:
         """The error to raise, and to remember."""
         late = seconds >= self.timeout or any(word in str(error).lower() for word in _LATE)
-        others = [self._said(peer)] if peer is not None else []
-        first = [f"rank {rank} failed first: {text}" for rank, text in self._others()[:1]]
-        told = ". ".join(text for text in (*others, *first) if text)
-        whom = f"rank {peer}" if peer is not None else "all ranks"
+        if self._broken is not None:
+            return self._broken
         place = f" at {self.journal.here}" if self.journal.here else ""
+        whom = f"rank {peer}" if peer is not None else "all ranks"
+        trail, suspect = self._trail(peer, not late) if peer is not None else self._failures()
+        first = f"Look at rank {suspect} first" if suspect is not None else "Look at every rank's own output"
         if late:
             found: GroupError = StalledError(
                 f"rank {self.rank}{place} waited {seconds:.1f} s {doing} {whom}, longer than timeout={self.timeout:g}. "
-                f"{told or 'Nothing is known of it'}. Look there first; raise timeout= if a step may take that long"
+                f"{trail}{first}; raise timeout= if a step may take that long"
             )
         else:
             found = PeerError(
                 f"rank {self.rank}{place} waited {doing} {whom}, and the connection broke. "
-                f"{told or 'Nothing is known of it'}. Look there first; this group cannot be used again "
-                f"(the backend said: {_short(error)})"
+                f"{trail}{first}; this group cannot be used again (the backend said: {_short(error)})"
             )
         self._broken = found
-        self.journal.failed(_short(found))
+        self.journal.failed(type(found).__name__, peer, lost=not late)
         return found
 
     def failed(self, error: BaseException) -> None:
-        """Leave word that this rank raised."""
-        place = f" at {self.journal.here}" if self.journal.here else ""
-        self.journal.failed(f"{type(error).__name__}{place}: {_short(error)}")
+        """Leave word that this rank raised; what it raised because of a peer is told already."""
+        if error is not self._broken:
+            self.journal.failed(f"{type(error).__name__}: {_short(error)}")
 
     def close(self) -> None:
         """End the journal's thread."""
         self.journal.close()
 
-    def _said(self, rank: int) -> str:
-        last = self.journal.last(rank)
-        return f"Rank {rank}'s last known action was {last}" if last else f"Nothing is known of rank {rank}"
+    def _trail(self, peer: int, gone: bool) -> tuple[str, int]:
+        """From rank to rank, each because of the next, to the one that waits for nobody; a sentence, and that rank."""
+        told: list[str] = []
+        seen = {self.rank}
+        rank = peer
+        while True:
+            failure, last = self.journal.failure(rank), self.journal.last(rank)
+            seen.add(rank)
+            entry = failure or last
+            if failure is not None and failure.peer is None:
+                told.append(f"rank {rank} raised {failure.failure}{_at(failure.note)}")
+            elif entry is None:
+                told.append(f"nothing is known of rank {rank}")
+            elif entry.peer is None or entry.peer in seen:
+                state = (
+                    "is gone" if gone else "waits for nobody" if entry.peer is None else f"waits for rank {entry.peer}"
+                )
+                told.append(f"rank {rank} {state}, and its last known action was {entry.note or '(none)'}, {entry.ago}")
+            else:
+                verb = "lost" if failure is not None and failure.lost else "waits for"
+                told.append(f"rank {rank}{_at(entry.note)} {verb} rank {entry.peer}")
+                rank, gone = entry.peer, failure is not None and failure.lost
+                continue
+            text = "; ".join(told)
+            return f"{text[0].upper()}{text[1:]}. ", rank
 
-    def _others(self) -> list[tuple[int, str]]:
-        return [(rank, text) for rank, text in self.journal.failures(self.size) if rank != self.rank]
+    def _failures(self) -> tuple[str, int | None]:
+        """Where all were waited for: the first that left word of a failure of its own."""
+        found = [(entry, rank) for rank in range(self.size) if (entry := self.journal.failure(rank)) is not None]
+        own = sorted((entry.when, rank, entry) for entry, rank in found if entry.peer is None)
+        if not own:
+            return "", None
+        _, rank, entry = own[0]
+        return f"Rank {rank} raised {entry.failure}{_at(entry.note)}. ", rank
+
+
+def _at(note: str) -> str:
+    return f" at {note}" if note else ""
 
 
 def _short(error: BaseException) -> str:
-    """The first line, without an address of the source that threw it."""
+    """The first sentence, without the address in the source that threw it."""
     text = str(error).strip().splitlines()
-    line = text[0] if text else type(error).__name__
-    return (line.split("] ", 1)[-1] if line.startswith("[") else line)[:500]
+    line = re.sub(r"^\[[^\]]*:\d+\] ", "", text[0]) if text else type(error).__name__
+    return line.split(". ")[0][:500]

@@ -148,6 +148,10 @@ class Group(Protocol):
         """Ask for the next message of the channel; may be called long before it is needed."""
         ...
 
+    def settle(self, dst: int, count: int) -> None:
+        """Let go of the ``count`` oldest sends to a rank, which the caller knows to have been received."""
+        ...
+
     def flush(self) -> None:
         """Block until every send of this process is done; raises what went wrong with them."""
         ...

@@ -1,21 +1,38 @@
-"""What each rank did last, shared through the store of torch.distributed, for the others' error messages.
+"""What each rank did last and whom it waits for, shared through the store of torch.distributed for error messages.
 
-``note`` only keeps a string; a daemon thread writes the newest one every quarter of a second where it changed, so
-that a rank which is killed leaves its last known action behind. Failing to write is no failure: a journal never makes
-a step fail. Knows nothing of messages.
+Noting only sets an attribute; a daemon thread writes what changed every quarter of a second, so that a rank which is
+killed or stopped leaves its last known action behind. Failing to write is no failure: a journal never makes a step
+fail. Knows nothing of messages.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 import weakref
 from datetime import timedelta
+from typing import NamedTuple
 
 from ._store import Store, own
 
 EVERY = 0.25
 _PATIENCE = timedelta(seconds=2)
+
+
+class Entry(NamedTuple):
+    """What is known of a rank: when it was written, what it did, whom it waited for, and how it failed."""
+
+    when: float
+    note: str
+    peer: int | None = None
+    failure: str = ""
+    lost: bool = False
+
+    @property
+    def ago(self) -> str:
+        """How long ago, in words."""
+        return f"{max(0.0, time.time() - self.when):.1f} s ago"
 
 
 class Journal:
@@ -24,14 +41,13 @@ class Journal:
     >>> import torch.distributed as dist
     >>> store = dist.HashStore()
     >>> mine, yours = (Journal(store, rank) for rank in range(2))
-    >>> mine.note("3F1"); mine.write(); yours.last(0); mine.close()
-    '3F1 (0.0 s ago)'
+    >>> mine.note("3F1"); mine.write(); yours.last(0).note; mine.close()
+    '3F1'
     """
 
     def __init__(self, store: Store, rank: int):
         self._rank = rank
         self._pulse = _Pulse(own(store, _PATIENCE), f"last/{rank}")
-        self._store = store
         weakref.finalize(self, self._pulse.stop)
 
     def note(self, text: str) -> None:
@@ -40,41 +56,34 @@ class Journal:
         if not self._pulse.started:
             self._pulse.start()
 
+    def waits(self, peer: int | None) -> None:
+        """Keep whom this rank waits for now."""
+        self._pulse.peer = peer
+
     @property
     def here(self) -> str:
         """This rank's newest note."""
         return self._pulse.text
 
     def write(self) -> None:
-        """Write the newest note now."""
+        """Write what changed, now."""
         self._pulse.write()
 
-    def failed(self, text: str) -> None:
-        """Leave word of this rank's failure, at once."""
-        self.write()
-        self._pulse.set(f"failed/{self._rank}", f"{time.time()}|{text}")
+    def failed(self, text: str, peer: int | None = None, lost: bool = False) -> None:
+        """Leave word of this rank's failure, at once: of whom it waited for, and whether that one was lost."""
+        self._pulse.set(f"failed/{self._rank}", Entry(time.time(), self.here, peer, text, lost))
 
-    def last(self, rank: int) -> str | None:
-        """What a rank noted last and how long ago, where it is known."""
-        found = self._get(f"last/{rank}")
-        return None if found is None else f"{found[1]} ({max(0.0, time.time() - found[0]):.1f} s ago)"
+    def last(self, rank: int) -> Entry | None:
+        """What a rank wrote last, if anything."""
+        return self._pulse.get(f"last/{rank}")
 
-    def failures(self, size: int) -> list[tuple[int, str]]:
-        """(rank, what it said) of every rank that left word of a failure, the first failure first."""
-        found = [(rank, self._get(f"failed/{rank}")) for rank in range(size)]
-        known = sorted((entry[0], rank, entry[1]) for rank, entry in found if entry is not None)
-        return [(rank, text) for _, rank, text in known]
+    def failure(self, rank: int) -> Entry | None:
+        """How a rank failed, if it left word."""
+        return self._pulse.get(f"failed/{rank}")
 
     def close(self) -> None:
         """End the thread."""
         self._pulse.stop()
-
-    def _get(self, key: str) -> tuple[float, str] | None:
-        raw = self._pulse.get(key)
-        if raw is None:
-            return None
-        when, _, text = raw.partition("|")
-        return float(when), text
 
 
 class _Pulse:
@@ -82,8 +91,9 @@ class _Pulse:
 
     def __init__(self, store: Store, key: str):
         self.text = ""
+        self.peer: int | None = None
         self.started = False
-        self._written = ""
+        self._written: tuple[str, int | None] = ("", None)
         self._store: Store | None = store
         self._key = key
         self._end = threading.Event()
@@ -106,26 +116,26 @@ class _Pulse:
             self.write()
 
     def write(self) -> None:
-        text = self.text
-        if text != self._written:
-            self.set(self._key, f"{time.time()}|{text}")
-            self._written = text
+        state = (self.text, self.peer)
+        if state != self._written:
+            self.set(self._key, Entry(time.time(), *state))
+            self._written = state
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key: str, entry: Entry) -> None:
         with self._lock:
             if self._store is None:
                 return
             try:
-                self._store.set(key, value)
+                self._store.set(key, json.dumps(entry))
             except RuntimeError:  # the process that kept the store is gone
                 self._store = None
 
-    def get(self, key: str) -> str | None:
+    def get(self, key: str) -> Entry | None:
         with self._lock:
             if self._store is None:
                 return None
             try:
-                return self._store.get(key).decode() if self._store.check([key]) else None
+                return Entry(*json.loads(self._store.get(key))) if self._store.check([key]) else None
             except RuntimeError:
                 self._store = None
                 return None

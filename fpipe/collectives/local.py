@@ -93,6 +93,9 @@ class LocalGroup:
         """Forget what is under way: after an error, the next run starts with empty channels."""
         self._channels.clear()
 
+    def settle(self, dst: int, count: int) -> None:
+        """Sends are done at once."""
+
     def flush(self) -> None:
         """Sends are done at once."""
 
@@ -153,12 +156,12 @@ class _Receipt:
                 f"in a local group nobody else could send it: drive the other rank first"
             )
         tensors = channel.box.pop(self._number)
-        if all(
+        specs = self._specs
+        if len(tensors) == len(specs) and all(
             t.stride() == s.stride and t.shape == s.shape and t.dtype == s.dtype
-            for t, s in zip(tensors, self._specs, strict=False)
+            for t, s in zip(tensors, specs, strict=False)
         ):
-            if len(tensors) == len(self._specs):
-                return tensors
+            return tensors
         check_message(tensors, self._specs, channel.src, channel.dst)
         # With the strides that the message would have on a wire: kernels, and so bits, may depend on them.
         return tuple(lay_out(tensor, spec) for tensor, spec in zip(tensors, self._specs, strict=True))

@@ -13,6 +13,8 @@ from typing import Any
 from ._store import Store
 from .faults import Watch
 
+_PARTING = timedelta(seconds=5)
+
 
 class Meeting:
     """Rounds of "everybody says one thing"; round n begins when everybody has come to it."""
@@ -32,7 +34,21 @@ class Meeting:
             self._store.set(f"round/{number}/{self._rank}", pickle.dumps(obj))  # pyright: ignore[reportArgumentType]  # bytes are fine
             if number >= 2:  # everybody who is in round n-1 has read round n-2
                 self._store.delete_key(f"round/{number - 2}/{self._rank}")
-        return [obj if rank == self._rank else self._hear(number, rank) for rank in range(self._size)]
+        said = [obj if rank == self._rank else self._hear(number, rank) for rank in range(self._size)]
+        self._leave(number)
+        return said
+
+    def _leave(self, number: int) -> None:
+        """Rank 0 goes last: it may keep the store, and its process may end right after."""
+        try:
+            if self._rank:
+                self._store.set(f"left/{number}/{self._rank}", "")
+            else:
+                self._store.wait([f"left/{number}/{rank}" for rank in range(1, self._size)], _PARTING)
+            if number >= 2:
+                self._store.delete_key(f"left/{number - 2}/{self._rank}")
+        except RuntimeError:  # everybody has been heard: who is gone by now is missed by the next message
+            pass
 
     def _hear(self, number: int, rank: int) -> Any:
         key = f"round/{number}/{rank}"
@@ -44,7 +60,7 @@ class Meeting:
                     raise RuntimeError(f"timed out: rank {rank} has not come")
                 if self._arrived(key, min(left, 5.0)):
                     return pickle.loads(self._store.get(key))
-                if any(failed == rank for failed, _ in self._watch.journal.failures(self._size)):
+                if self._watch.journal.failure(rank) is not None:
                     raise RuntimeError(f"rank {rank} failed before it came")
 
     def _arrived(self, key: str, seconds: float) -> bool:
