@@ -15,12 +15,14 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 from ..errors import ScheduleError
 from ..schedule import Schedule
+from .automatic import make_zb_1p, make_zb_2p
 from .chimera import make_chimera
 from .dualpipe import make_dual_pipe, make_dual_pipe_v
 from .gpipe import make_gpipe
 from .hanayo import make_hanayo
 from .interleaved import make_interleaved_one_f_one_b, make_looped_bfs
 from .one_f_one_b import make_eager_one_f_one_b, make_one_f_one_b
+from .v_family import make_v_half, make_v_min
 from .zbv import make_zbv
 from .zero_bubble import make_interleaved_zero_bubble, make_zb_h1, make_zb_h2
 
@@ -50,6 +52,10 @@ _TABLE = (
     _Entry("Eager1F1B", make_eager_one_f_one_b),
     _Entry("ZBH1", make_zb_h1),
     _Entry("ZBH2", make_zb_h2),
+    _Entry("ZB1P", make_zb_1p),
+    _Entry("ZB2P", make_zb_2p),
+    _Entry("VHalf", make_v_half, 2, exactly=True),
+    _Entry("VMin", make_v_min, 2, exactly=True),
     _Entry("DualPipe", make_dual_pipe, 1, exactly=True),
     _Entry("Chimera", make_chimera, 1, exactly=True),
     _Entry("Hanayo", make_hanayo, 2, step=2),

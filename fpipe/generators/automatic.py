@@ -1,0 +1,249 @@
+"""ZB-1p and ZB-2p: zero bubble from costs, by a heuristic under a memory limit of p or 2p microbatches a rank.
+
+Qi et al., "Zero Bubble Pipeline Parallelism", 2024 (arXiv:2401.10241), section 3. For 4 ranks, B for I and W:
+
+    rank 0   F F F F F F F F I . F W I . F W I . ...     1. F while it ends before I0 is there and fits in memory,
+    rank 1   . F F F F F F I . F W I . F W I . ...          strictly fewer on later ranks; then I0, up the ranks
+    rank 2   . . F F F F I . F W I . F W I . ...         2. rounds of one F down the ranks and one I up
+    rank 3   . . . F . I . F . I . F W I . ...           3. the Ws that are left
+
+Before an F or an I of a round a rank runs the Ws without which memory would not do, those that fit whole into the time
+it has to wait, and one that does not fit where waiting would make this rank the one that idles most.
+
+Two choices are made both ways, and the shortest span wins: in step 1, one F more where a rank would wait for I0; in
+step 2, leaving out the F of a rank that is two ahead of the next one, if it can afford to wait for its I instead. The
+exact optimum is the solution of a mixed integer program; a span that no program could shorten ends the search at once.
+
+The schedules by name are for unit costs without communication. With measured ones::
+
+    from fpipe.generators.automatic import automatic_zero_bubble
+    automatic_zero_bubble(8, 24, Costs(F=18.5, I=18.1, W=9.3, comm=0.6), limit=16)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from math import inf
+
+from ..errors import ScheduleError
+from ..schedule import Schedule
+from ..simulate import Costs
+from ._words import one_a_rank
+
+_ALMOST = 1 + 1e-9  #: times that are sums of the same costs in another order differ by less
+
+
+def make_zb_1p(ranks: int, microbatches: int, stages: int) -> Schedule:
+    """ZB-1p: the memory of 1F1B.
+
+    >>> make_zb_1p(4, 8, 4).simulate().span
+    27.0
+    """
+    words = _best(ranks, microbatches, Costs(), limit=ranks)
+    return one_a_rank("ZB1P", words, microbatches, stages)
+
+
+def make_zb_2p(ranks: int, microbatches: int, stages: int) -> Schedule:
+    """ZB-2p: twice that, and no idle time within a rank's own span once there are microbatches enough.
+
+    >>> make_zb_2p(4, 8, 4).simulate().span
+    24.0
+    """
+    words = _best(ranks, microbatches, Costs(), limit=2 * ranks)
+    return one_a_rank("ZB2P", words, microbatches, stages)
+
+
+def automatic_zero_bubble(ranks: int, microbatches: int, costs: Costs, *, limit: float, name: str = "") -> Schedule:
+    """The heuristic's schedule for these costs, one stage a rank.
+
+    ``limit`` is what a rank may hold, in the bytes of ``costs.saved`` and ``costs.kept``; as these are 1 by default,
+    it then counts microbatches. Rank r needs room for ``ranks - r`` of them.
+
+    >>> costs = Costs(F=2, comm=0.5)
+    >>> automatic_zero_bubble(2, 8, costs, limit=4).simulate(costs).span
+    33.0
+    """
+    words = _best(ranks, microbatches, costs, limit)
+    return one_a_rank(name or "AutomaticZeroBubble", words, microbatches, ranks)
+
+
+def _best(ranks: int, microbatches: int, costs: Costs, limit: float) -> list[str]:
+    tries: list[_Try] = []
+    for choices in product((False, True), repeat=2):
+        tries.append(_Try(ranks, microbatches, costs, limit, *choices))
+        if tries[-1].span <= tries[-1].least_span * _ALMOST:
+            break
+    return min(tries, key=lambda one: one.span).words
+
+
+@dataclass(slots=True)
+class _Rank:
+    """What a rank has done so far."""
+
+    word: list[str]
+    forwards: list[float]  #: when each F ended
+    inwards: list[float]  #: when each I ended
+    clock: float = 0.0
+    idle: float = 0.0  #: since its own first action
+    held: float = 0.0
+    waiting: int = 0  #: Ws that could run
+
+
+class _Try:
+    """One run of the heuristic, with its two choices made."""
+
+    def __init__(
+        self, ranks: int, microbatches: int, costs: Costs, limit: float, one_more: bool, leave_out: bool
+    ) -> None:
+        times, memory = costs.times(ranks), costs.memory(ranks)
+        self.F, self.I, self.W = times["F"], times["I"], times["W"]
+        self.saved, self.kept = memory["F"], tuple(-freed for freed in memory["W"])
+        self.links = (*costs.links(ranks), 0.0)  #: from each rank to the next
+        self.microbatches, self.limit = microbatches, limit * _ALMOST
+        self.ranks = [_Rank([], [], []) for _ in range(ranks)]
+        self.most_idle = 0.0
+        self._warm_up(self._room(limit), one_more)
+        while len(self.ranks[0].inwards) < microbatches:
+            self._round(leave_out)
+        self.words = ["".join(rank.word) + "W" * rank.waiting for rank in self.ranks]
+
+    @property
+    def span(self) -> float:
+        """The longest of a rank: its work and its idle time."""
+        work = (self.microbatches * (f + i + w) for f, i, w in zip(self.F, self.I, self.W, strict=True))
+        return max(busy + rank.idle for busy, rank in zip(work, self.ranks, strict=True))
+
+    @property
+    def least_span(self) -> float:
+        """No schedule under this limit has a shorter one: until I0 can be there a rank has only Fs to run, and only as
+        many as fit in memory."""
+        start, back = 0.0, sum(self.F) + sum(self.links) + sum(self.I) + sum(self.links)
+        spans = []
+        for f, i, w, link, saved in zip(self.F, self.I, self.W, self.links, self.saved, strict=True):
+            back -= i  # I0 of this rank can start here
+            room = min(self.microbatches, self.limit // saved if saved > 0 else inf)
+            spans.append(self.microbatches * (f + i + w) + max(0.0, back - start - room * f))
+            start, back = start + f + link, back - link
+        return max(spans)
+
+    # ---- steps --------------------------------------------------------------------------------------------------
+    def _room(self, limit: float) -> list[int]:
+        """How many Fs each rank may run before its first I: what fits in memory, and fewer than the rank before."""
+        room, most = [], inf
+        for saved in self.saved:
+            most = min(most - 1, self.limit // saved if saved > 0 else inf)
+            room.append(int(min(most, self.microbatches)))
+        if room[-1] < 1:
+            raise ScheduleError(
+                f"limit={limit} is too little: rank r of {len(room)} starts {len(room)} - r microbatches before the "
+                f"first backward reaches it; give at least {len(room)} times what a microbatch saves",
+                rule="limit",
+            )
+        return room
+
+    def _warm_up(self, room: list[int], one_more: bool) -> None:
+        ends = self._forwards_alone(room)
+        counts = [1] * len(room)
+        arrives = ends[-1][0]  # I0, at the last rank
+        for rank in range(len(room) - 1, -1, -1):
+            if rank < len(room) - 1:
+                counts[rank] = min(counts[rank + 1] + 1, room[rank])
+            while counts[rank] < room[rank] and ends[rank][counts[rank]] <= arrives * _ALMOST:
+                counts[rank] += 1
+            if one_more and counts[rank] < room[rank] and ends[rank][counts[rank] - 1] * _ALMOST < arrives:
+                counts[rank] += 1
+            arrives = max(arrives, ends[rank][counts[rank] - 1]) + self.I[rank] + self.links[rank - 1]
+        for rank, count in enumerate(counts):
+            for _ in range(count):
+                self._forward(rank)
+        for rank in reversed(range(len(room))):
+            self._inward(rank)
+
+    def _forwards_alone(self, room: list[int]) -> list[list[float]]:
+        """When Fs end on ranks that run nothing else."""
+        ends: list[list[float]] = []
+        arrivals = [0.0] * self.microbatches
+        for rank, most in enumerate(room):
+            clock, here = 0.0, []
+            for arrival in arrivals[:most]:
+                clock = max(clock, arrival) + self.F[rank]
+                here.append(clock)
+            arrivals = [end + self.links[rank] for end in here]
+            ends.append(here)
+        return ends
+
+    def _round(self, leave_out: bool) -> None:
+        for rank in range(len(self.ranks)):
+            if self._can_forward(rank) and not (leave_out and self._can_wait(rank)):
+                self._forward(rank)
+        for rank in reversed(range(len(self.ranks))):
+            if self._can_inward(rank):
+                self._inward(rank)
+
+    # ---- questions ----------------------------------------------------------------------------------------------
+    def _can_forward(self, rank: int) -> bool:
+        me = self.ranks[rank]
+        given = len(self.ranks[rank - 1].forwards) if rank else self.microbatches
+        return len(me.forwards) < given and me.held + self.saved[rank] - me.waiting * self.kept[rank] <= self.limit
+
+    def _can_inward(self, rank: int) -> bool:
+        me = self.ranks[rank]
+        given = me.forwards if rank == len(self.ranks) - 1 else self.ranks[rank + 1].inwards
+        return len(me.inwards) < len(given)
+
+    def _can_wait(self, rank: int) -> bool:
+        """Whether the next rank does without this one's F for now, and this one would not idle most for it."""
+        if rank == len(self.ranks) - 1 or len(self.ranks[rank].forwards) < len(self.ranks[rank + 1].forwards) + 2:
+            return False
+        last = self.ranks[-1]
+        arrives = last.clock
+        if len(last.forwards) < self.microbatches:
+            before = self.ranks[-2].forwards
+            if len(before) > len(last.forwards):
+                arrives = max(arrives, before[len(last.forwards)] + self.links[-2])
+            arrives += self.F[-1]
+        arrives += sum(self.I[rank + 1 :]) + sum(self.links[rank:])
+        me = self.ranks[rank]
+        return me.idle + max(0.0, arrives - me.clock) <= self.most_idle * _ALMOST
+
+    # ---- actions ------------------------------------------------------------------------------------------------
+    def _forward(self, rank: int) -> None:
+        me = self.ranks[rank]
+        ready = self.ranks[rank - 1].forwards[len(me.forwards)] + self.links[rank - 1] if rank else 0.0
+        while me.waiting and me.held + self.saved[rank] > self.limit:
+            self._weight(rank)
+        self._wait(rank, ready)
+        me.clock += self.F[rank]
+        me.held += self.saved[rank]
+        me.forwards.append(me.clock)
+        me.word.append("F")
+
+    def _inward(self, rank: int) -> None:
+        me, done = self.ranks[rank], len(self.ranks[rank].inwards)
+        last = rank == len(self.ranks) - 1
+        self._wait(rank, me.forwards[done] if last else self.ranks[rank + 1].inwards[done] + self.links[rank])
+        me.clock += self.I[rank]
+        me.held += self.kept[rank] - self.saved[rank]
+        me.waiting += 1
+        me.inwards.append(me.clock)
+        me.word.append("I")
+
+    def _weight(self, rank: int) -> None:
+        me = self.ranks[rank]
+        me.clock += self.W[rank]
+        me.held -= self.kept[rank]
+        me.waiting -= 1
+        me.word.append("W")
+
+    def _wait(self, rank: int, ready: float) -> None:
+        """Until ``ready``, filling the time with Ws."""
+        me = self.ranks[rank]
+        if me.word:
+            while me.waiting and me.clock + self.W[rank] <= ready * _ALMOST:
+                self._weight(rank)
+            if me.waiting and ready - me.clock > (self.most_idle - me.idle) * _ALMOST and ready > me.clock * _ALMOST:
+                self._weight(rank)
+            me.idle += max(0.0, ready - me.clock)
+            self.most_idle = max(self.most_idle, me.idle)
+        me.clock = max(me.clock, ready)
