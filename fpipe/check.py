@@ -63,6 +63,9 @@ def check_cells(rows: Sequence[Row], placement: Placement, microbatches: int) ->
     """The first three rules, and that nothing is there twice; what may be missing is not asked.
 
     Returns which ops are there: the sum of 1 for F, 2 for B, 4 for I and 8 for W at ``stage * microbatches + mb``.
+
+    >>> list(check_cells([(Action(0, "F", 0), Action(0, "B", 0), Action(0, "F", 1))], Placement.loop(1), 2))
+    [3, 1]
     """
     if len(rows) != placement.ranks:
         raise ScheduleError(
@@ -253,10 +256,7 @@ def _circle(rows: Sequence[Row], blocked: dict[int, Blocked], makers: dict[Fact,
     while rank not in seen:
         seen[rank] = None
         rank = makers[blocked[rank].lacks][0]
-    circle = list(seen)
-    circle = circle[circle.index(rank) :]
-    start = circle.index(min(circle))
-    circle = circle[start:] + circle[:start]
+    circle = list(seen)[list(seen).index(rank) :]
     lines = []
     for rank in circle[:_SHOWN]:
         _, position, fact = blocked[rank]

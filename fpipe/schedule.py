@@ -100,11 +100,22 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str, *, name: str = "") -> Schedule:
-        """Read what ``str(schedule)`` writes: one line a rank."""
+        """Read what ``str(schedule)`` writes: one line a rank.
+
+        >>> Schedule.parse("[0F0, 1F0, 1B0, 0B0]").placement
+        Placement(0: [0, 1])
+        """
         return cls(parse_rows(text), name=name)
 
     def to_csv(self, path: str | PathLike[str]) -> None:
-        """Write the CSV that torch.distributed.pipelining reads."""
+        """Write the CSV that torch.distributed.pipelining reads.
+
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp(), "plan.csv")
+        >>> Schedule.parse("[0F0, 0B0]").to_csv(file)
+        >>> file.read_text(), str(Schedule.from_csv(file))
+        ('0F0,0B0\\n', '[0F0, 0B0]')
+        """
         try:
             Path(path).write_text(format_csv(self.rows), encoding="utf-8", newline="")
         except (OSError, ValueError) as error:
@@ -140,12 +151,26 @@ class Schedule:
         """Return self, or raise ScheduleError naming rank, position, rule and remedy.
 
         ``training=False`` is for schedules of forwards alone.
+
+        >>> Schedule.parse("[0F0, 0B0]").check()
+        Schedule(ranks=1, microbatches=1, stages=1)
+        >>> Schedule.parse("[0B0, 0F0]").check()
+        Traceback (most recent call last):
+            ...
+        fpipe.errors.ScheduleError: rank 0, position 0 (0B0): it needs the output of 0F0, which stands later on this
+        rank, at position 1; move 0F0 before it
+            rank 0 | 0B0 0F0
+                     ^^^
         """
         check_rows(self.rows, self.placement, self.microbatches, training=training)
         return self
 
     def simulate(self, costs: Costs | None = None) -> Timeline:
-        """When each action would run, and what each rank would hold."""
+        """When each action would run, and what each rank would hold.
+
+        >>> Schedule.parse("[0F0, 0B0]").simulate(Costs(F=1, I=2, W=3)).total
+        6.0
+        """
         return simulate_rows(self.rows, self.placement, self.microbatches, costs or Costs(), name=self.name)
 
 

@@ -194,8 +194,9 @@ def _number(name: str, value: Any) -> float:
 
 
 # ---- the clock ------------------------------------------------------------------------------------------------------
-#: op -> (offset of a fact that it needs, the time that it travels, by consuming stage) ..., offsets of what it makes
-_Table: TypeAlias = dict[str, tuple[tuple[tuple[int, tuple[float, ...]], ...], tuple[int, ...]]]
+#: op -> ((offset of a fact that it waits for, the time that this travels to each stage), ...), the offsets of the facts
+#: that it makes and others wait for, and its time on each stage
+_Table: TypeAlias = dict[str, tuple[tuple[tuple[int, tuple[float, ...]], ...], tuple[int, ...], tuple[float, ...]]]
 
 
 def simulate_rows(
@@ -214,47 +215,46 @@ def simulate_rows(
     if result.blocked:
         raise stuck(rows, stages, result)
     facts = Facts(stages, microbatches)
-    links, times = costs.links(stages), costs.times(stages)
-    by_path = [_table(facts, path, links) for path in placement.paths]
+    by_path = [_table(facts, path, costs) for path in placement.paths]
     tables = [by_path[placement.path_index(microbatch)] for microbatch in range(microbatches)]
     starts, ends, causes = (tuple(array(code) for _ in rows) for code in "ddq")
     there = [0.0] * facts.size
+    fused = costs.times(stages).get("overlap")
     for rank, first, stop in result.runs:
         lane, begin, end, cause = rows[rank], starts[rank].append, ends[rank].append, causes[rank].append
         clock = ends[rank][-1] if first else 0.0
         for position in range(first, stop):
             action = lane[position]
             parts = (action,) if isinstance(action, Action) else action.parts
-            waited = -1
+            waited, together = -1, 0.0
             for stage, op, microbatch in parts:
                 base = stage * microbatches + microbatch
-                for need, travel in tables[microbatch][op][0]:
+                needs, _, length = tables[microbatch][op]
+                for need, travel in needs:
                     arrival = there[base + need] + travel[stage]
                     if arrival > clock:
                         clock, waited = arrival, base + need
+                together += length[stage]
             begin(clock)
             cause(waited)
-            clock += times[action.op][action.stage] if isinstance(action, Action) else _together(parts, times)
+            clock += together if fused is None or len(parts) == 1 else fused[parts[0].stage]
             end(clock)
             for stage, op, microbatch in parts:
-                base = stage * microbatches + microbatch
                 for made in tables[microbatch][op][1]:
-                    there[base + made] = clock
+                    there[stage * microbatches + microbatch + made] = clock
     return Timeline(
         rows, starts, ends, placement, microbatches, causes, costs.memory(stages), costs.sizes(stages), name, costs.unit
     )
 
 
-def _together(parts: Sequence[Action], times: Mapping[str, Sequence[float]]) -> float:
-    """The time of a fused action."""
-    if "overlap" in times:
-        return times["overlap"][parts[0].stage]
-    return sum(times[part.op][part.stage] for part in parts)
+def _table(facts: Facts, path: Sequence[int], costs: Costs) -> _Table:
+    """What each op waits for, makes and costs, for microbatches that take this path.
 
-
-def _table(facts: Facts, path: Sequence[int], links: Sequence[float]) -> _Table:
-    """What each op needs and makes, and how long that travels, for microbatches that take this path."""
+    What an action needs of its own stage was made on its own rank before it, so it never waits for that; and what
+    nobody waits for need not be noted.
+    """
     stages = range(facts.stages)
+    links, times = costs.links(facts.stages), costs.times(facts.stages)
 
     def travel(by: int) -> tuple[float, ...]:
         return tuple(
@@ -262,8 +262,13 @@ def _table(facts: Facts, path: Sequence[int], links: Sequence[float]) -> _Table:
             for stage in stages
         )
 
-    steps = {op: [by for _, by in asked] for op, (_, asked) in RULE.items()}
-    return {
-        op: (tuple((need, travel(by)) for need, by in zip(needs, steps[op], strict=True)), gives)
-        for op, (needs, gives) in facts.table.items()
-    }
+    waited_for = {kind for _, asked in RULE.values() for kind, by in asked if by}
+    table: _Table = {}
+    for op, (made, asked) in RULE.items():
+        needs, gives = facts.table[op]
+        table[op] = (
+            tuple((need, travel(by)) for need, (_, by) in zip(needs, asked, strict=True) if by),
+            tuple(offset for offset, kind in zip(gives, made, strict=True) if kind in waited_for),
+            times[op],
+        )
+    return table

@@ -23,7 +23,8 @@ _KINDS = ("F", "I", "W")
 class Facts:
     """The numbering of facts for a count of stages and microbatches.
 
-    ``table[op]`` is (offsets of what it needs, offsets of what it makes), to be added to :meth:`base`.
+    ``table[op]`` is (offsets of what it needs, offsets of what it makes); to be added to what an action's stage and
+    microbatch come to, ``stage * microbatches + microbatch``.
     """
 
     stages: int

@@ -35,6 +35,7 @@ def refusal(text: str, placement: Placement = LOOP, microbatches: int = 2, **kwa
         ("[0F0, 0F1, 0B0, 0F0, 0B1]\n[1F0, 1B0, 1F1, 1B1]", "count", 0, 3, "0F0 stands already on rank 0, position 0"),
         ("[0F0, 0F1, 0B0, 0B1]\n[1F0, 1B0, 1F1, 1I1, 1B1]", "count", 1, 4, "either B, or I and W"),
         ("[0F0, 0F1, 0B0, 0B1]\n[1F0, 1B0, 1F1, 1B1, 1W1]", "count", 1, 4, "either B, or I and W"),
+        ("[0F0, 0F1, 0B0, 0B1]\n[1F0, 1B0, 1F1, 1W1, 1B1]", "count", 1, 4, "either B, or I and W"),
         ("[0F0, 0F1, 0B0]\n[1F0, 1B0, 1F1, 1B1]", "count", 0, 1, "0B1 (or 0I1 and 0W1) is nowhere"),
         ("[0F0, 0F1, 0B0, 0B1]\n[1F0, 1B0, 1F1, 1I1]", "count", 1, 2, "1W1 is nowhere"),
         ("[0F0, 0F1, 0B0, 0B1]\n[1F0, 1B0, 1F1, 1W1]", "count", 1, 2, "1I1 is nowhere"),

@@ -7,11 +7,11 @@ import subprocess
 import sys
 
 import pytest
-from schedule_table import cases
 
 import fpipe
 from fpipe import Action, Fused, Placement, Schedule, ScheduleError, make_schedule
 from fpipe.actions import RULE, gives, needs
+from schedule_table import cases
 
 GOOD = "[0F0, 0F1, 0B0, 0B1]\n[1F0, 1B0, 1F1, 1B1]"
 
@@ -101,6 +101,13 @@ def test_a_stray_action_does_not_make_a_replica() -> None:
         schedule.check()
 
 
+def test_a_stray_action_among_replicas_goes_by_its_own_microbatch() -> None:
+    schedule = Schedule.parse("[0F0, 0I0, 0W0, 0W1]\n[0F1, 0I1]")
+    assert schedule.placement == Placement(((0,), (1,)), 2, (0, 1))
+    with pytest.raises(ScheduleError, match="stage 0 lives on rank 1 for microbatch 1; move 0W1 there"):
+        schedule.check()
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -172,6 +179,9 @@ def test_rows_that_are_none(rows, rule: str) -> None:
         Schedule(rows)
     assert caught.value.rule == rule
     assert len(str(caught.value)) < 200
+    if rows and rows[0] and not isinstance(rows[0][0], (Action, Fused)):  # whatever else is given
+        with pytest.raises(ScheduleError, match="is not an action"):
+            Schedule(rows, Placement.loop(1), 1)
 
 
 @pytest.mark.parametrize("microbatches", [-2, 1.5, "2", None])

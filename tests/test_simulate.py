@@ -154,6 +154,19 @@ def test_on_one_rank_nothing_travels() -> None:
     assert timeline.volume == 4 * 2 * 101
 
 
+def test_each_microbatch_travels_its_own_path() -> None:
+    """Stage 1 is on rank 1 for microbatch 0 and on rank 0 for microbatch 1."""
+    schedule = Schedule.parse("[0F0, 0F1, 1F1, 1B1, 0B1, 0B0]\n[1F0, 1B0]")
+    costs = Costs(comm=10)
+    timeline = schedule.simulate(costs)
+    assert [span.start for span in timeline.of_rank(0)] == [0, 1, 2, 3, 5, 24]
+    assert [span.start for span in timeline.of_rank(1)] == [11, 12]
+    assert [list(zip(s, e, strict=True)) for s, e in zip(timeline.starts, timeline.ends, strict=True)] == clock(
+        schedule, costs
+    )
+    assert timeline.messages == 2
+
+
 def test_costs_differ_by_stage() -> None:
     timeline = TWO.simulate(Costs(F=[1, 2], B={0: 3, 1: 4}))
     assert [(s.start, s.end) for s in timeline.of_rank(0)] == [(0, 1), (1, 2), (7, 10), (13, 16)]

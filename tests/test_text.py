@@ -59,6 +59,8 @@ def test_what_people_write_is_read() -> None:
         ("[-1F0]", 1, 2, "an action such as 2F0"),
         ("[0F 0]", 1, 2, "an action such as 2F0"),
         ("[0F\u0663]", 1, 2, "an action such as 2F0"),  # an Arabic digit three: int() would take it
+        ("[1\u0663F0]", 1, 2, "an action such as 2F0"),
+        ("[0F1\u0663]", 1, 2, "an action such as 2F0"),
         ("[\uff10F0]", 1, 2, "an action such as 2F0"),  # a full-width zero
         ("[0F0\x00]", 1, 5, "',' or the end after 0F0"),
         ("[00F0]", 1, 2, "without leading zeros"),
