@@ -18,11 +18,14 @@ _TABLE = {
     "_pipeline": "Pipeline grad pipeline value_and_grad vjp weighted",
     "_launch": "launch",
     "actions": "Action Fused Placement",
+    "balancing": "balance",
     "collectives.local": "local",
     "collectives.setup": "init",
     "errors": "ActionError BatchError DeadlockError FpipeError GroupError LaunchError MismatchError PeerError"
     " ScheduleError StageError StalledError TraceError UnsupportedError WeaveError",
+    "interop.modules": "from_module to_module",
     "microbatch": "Microbatches",
+    "padding": "pad",
     "generators": "make_schedule register_schedule schedule_names",
     "schedule": "Schedule",
     "simulate": "Costs",
@@ -31,13 +34,14 @@ _TABLE = {
     "timeline": "Timeline",
 }
 #: modules and packages that are public by their own name, as in ``fpipe.errors``
-_MODULES = "devices errors testing"
+_MODULES = "devices errors interop testing"
 
 _FACE = {name: module for module, names in _TABLE.items() for name in names.split()}
 
 if TYPE_CHECKING:
     from . import devices as devices
     from . import errors as errors
+    from . import interop as interop
     from . import testing as testing
     from ._launch import launch as launch
     from ._pipeline import Pipeline as Pipeline
@@ -49,6 +53,7 @@ if TYPE_CHECKING:
     from .actions import Action as Action
     from .actions import Fused as Fused
     from .actions import Placement as Placement
+    from .balancing import balance as balance
     from .collectives.local import local as local
     from .collectives.setup import init as init
     from .errors import ActionError as ActionError
@@ -68,7 +73,10 @@ if TYPE_CHECKING:
     from .generators import make_schedule as make_schedule
     from .generators import register_schedule as register_schedule
     from .generators import schedule_names as schedule_names
+    from .interop.modules import from_module as from_module
+    from .interop.modules import to_module as to_module
     from .microbatch import Microbatches as Microbatches
+    from .padding import pad as pad
     from .schedule import Schedule as Schedule
     from .simulate import Costs as Costs
     from .stage import Programs as Programs

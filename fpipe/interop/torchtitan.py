@@ -1,0 +1,179 @@
+"""What a torchtitan configuration says about pipelines, with the same meaning here.
+
+A configuration is any object with torchtitan's ``parallelism`` and ``training`` sections: theirs, or one like it.
+This file reads names from it and does not import torchtitan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._pipeline import Pipeline
+from .._pipeline import pipeline as _pipeline
+from ..errors import BatchError, StageError
+from ..generators import make_schedule
+from ..schedule import Schedule
+from ..stage import Stage
+from ._chain import pieces
+from ._skeleton import clone
+from .modules import from_module
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A configuration's pipeline: what ``fpipe.pipeline`` and ``fpipe.from_module`` need of it."""
+
+    schedule: Schedule
+    parts: tuple[tuple[str, ...], ...]  # names of the submodules of each stage
+
+    @property
+    def microbatches(self) -> int:
+        """How many microbatches a local batch is cut into."""
+        return self.schedule.microbatches
+
+
+def settings(model: nn.Module, job_config: Any) -> Settings:
+    """Schedule and cuts that a configuration asks for.
+
+    ``pipeline_parallel_schedule`` (or ``_schedule_csv``), ``pipeline_parallel_degree``, ``_layers_per_stage``,
+    ``_first_stage_less_layers``, ``_last_stage_less_layers``, ``_microbatch_size``, ``module_fqns_per_model_part``
+    and ``local_batch_size`` are read.
+    """
+    section = job_config.parallelism
+    ranks = section.pipeline_parallel_degree
+    microbatches = _microbatches(job_config.training.local_batch_size, section.pipeline_parallel_microbatch_size)
+    layers = _layers(model)
+    parts = getattr(section, "module_fqns_per_model_part", None)
+    less = (section.pipeline_parallel_first_stage_less_layers, section.pipeline_parallel_last_stage_less_layers)
+    stages = len(parts) if parts else _stages(layers, sum(less), section.pipeline_parallel_layers_per_stage, ranks)
+    if section.pipeline_parallel_schedule_csv:
+        schedule = Schedule.from_csv(section.pipeline_parallel_schedule_csv)
+        _check_csv(schedule, ranks, microbatches, stages)
+    else:
+        schedule = make_schedule(section.pipeline_parallel_schedule, ranks, microbatches, stages=stages)
+    parts = parts or names_per_part(schedule.stages, layers, *less)
+    return Settings(schedule, tuple(map(tuple, parts)))
+
+
+def stages(model: nn.Module, job_config: Any) -> tuple[list[Stage], list[dict[str, torch.Tensor]]]:
+    """Cut a torchtitan model as its configuration says; returns ``(stages, params)``."""
+    return _cut(model, settings(model, job_config).parts)
+
+
+def pipeline(
+    model: nn.Module, job_config: Any, *, loss: Callable[..., Any] | None = None, **keywords: Any
+) -> tuple[Pipeline, list[dict[str, torch.Tensor]]]:
+    """The pipeline that a configuration asks for, and the model's parameters; keywords go to ``fpipe.pipeline``.
+
+    ```python
+    pipe, params = fpipe.interop.torchtitan.pipeline(model, job_config)
+    params = pipe.place(params)
+    loss, grads = fpipe.value_and_grad(pipe)(params, tokens, labels)
+    ```
+    """
+    chosen = settings(model, job_config)
+    made, params = _cut(model, chosen.parts)
+    loss = cross_entropy if loss is None else loss
+    pipe = _pipeline(made, chosen.schedule, loss=loss, microbatches=chosen.microbatches, **keywords)
+    return pipe, params
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """torchtitan's own loss: the mean cross-entropy of logits in float32.
+
+    >>> float(cross_entropy(torch.zeros(1, 3, 2), torch.zeros(1, 3, dtype=torch.long)))
+    0.693...
+    """
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
+
+
+def names_per_part(stages: int, layers: int, first_less: int = 1, last_less: int = 1) -> list[list[str]]:
+    """torchtitan's rule for who holds what: embedding and head count as some layers each, earlier stages get the rest.
+
+    >>> names_per_part(3, 4)
+    [['tok_embeddings', 'layers.0'], ['layers.1', 'layers.2'], ['layers.3', 'norm', 'output']]
+    """
+    whole = layers + first_less + last_less
+    each, more = divmod(whole, stages) if stages > 0 else (0, 0)
+    if stages > 1 and (each < 1 or first_less > each or last_less > each):
+        raise StageError(
+            f"{layers} layers, {first_less} for the embedding and {last_less} for the head leave {each} for each of "
+            f"{stages} stages, which is too few; take fewer stages, or count fewer layers for the first and last stage"
+        )
+    counts = [each + (stage < more) for stage in range(stages)]
+    counts[0] -= first_less
+    counts[-1] -= last_less
+    names, start = [], 0
+    for count in counts:
+        names.append([f"layers.{i}" for i in range(start, min(start + count, layers))])
+        start = min(start + count, layers)
+    names[0].insert(0, "tok_embeddings")
+    names[-1] += ["norm", "output"]
+    return names
+
+
+# ---- inside ---------------------------------------------------------------------------------------------------------
+
+
+def _microbatches(batch: int, size: int) -> int:
+    if size < 1 or batch % size:
+        raise BatchError(
+            f"local_batch_size={batch} is no multiple of pipeline_parallel_microbatch_size={size}; change one of them"
+        )
+    return batch // size
+
+
+def _layers(model: nn.Module) -> int:
+    layers = getattr(model, "layers", None)
+    if not isinstance(layers, (nn.ModuleList, nn.ModuleDict)):
+        raise StageError(f"{type(model).__name__} has no `layers` as torchtitan's models have; use fpipe.from_module")
+    return len(layers)
+
+
+def _stages(layers: int, extra: int, per_stage: int | None, ranks: int) -> int | None:
+    if per_stage is None:
+        return None  # the schedule knows: one a rank, or two
+    stages = -(-(layers + extra) // per_stage)
+    if stages % ranks:
+        raise StageError(
+            f"{layers} layers (and {extra} for the embedding and the head) at pipeline_parallel_layers_per_stage="
+            f"{per_stage} make {stages} stages, which {ranks} ranks do not divide; change the layers per stage"
+        )
+    return stages
+
+
+def _check_csv(schedule: Schedule, ranks: int, microbatches: int, stages: int | None) -> None:
+    asked = {"pipeline_parallel_degree": (ranks, schedule.ranks), "microbatches": (microbatches, schedule.microbatches)}
+    if stages is not None:
+        asked["stages"] = (stages, schedule.stages)
+    for name, (wanted, found) in asked.items():
+        if wanted != found:
+            raise StageError(
+                f"the schedule file is for {name} {found}, the configuration says {wanted}; make both agree"
+            )
+
+
+def _cut(model: nn.Module, parts: Sequence[Sequence[str]]) -> tuple[list[Stage], list[dict[str, torch.Tensor]]]:
+    order = list(pieces(clone(model), ())[0].names)
+    for stage, part in enumerate(parts):
+        missing = [name for name in part if name not in order]
+        if missing or not part:
+            raise StageError(
+                f"module_fqns_per_model_part[{stage}] names {missing[0]!r}, which forward never calls"
+                if part
+                else f"module_fqns_per_model_part[{stage}] is empty; every stage needs one submodule at least"
+            )
+    made, params = from_module(model, [min(part, key=order.index) for part in parts[1:]])
+    for stage, (part, own) in enumerate(zip(parts, params, strict=True)):
+        for name in own:
+            if not any(name.startswith(f"{prefix}.") for prefix in part):
+                raise StageError(
+                    f"stage {stage} runs {name.rpartition('.')[0]!r}, which module_fqns_per_model_part[{stage}] "
+                    f"{list(part)} leaves out; list submodules in the order in which forward calls them"
+                )
+    return made, params

@@ -1,0 +1,46 @@
+"""torchtitan's debug models, imported on machines without a GPU too."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+
+@contextmanager
+def _some_triton() -> Iterator[None]:
+    """torchtitan imports triton when it is loaded, also where nothing is ever compiled for a GPU: let that pass."""
+    if importlib.util.find_spec("triton") is not None:
+        yield
+        return
+    import torch
+
+    torch.compile(lambda x: x)  # loads torch's compiler, which must have looked for triton before this
+
+    triton, language = types.ModuleType("triton"), types.ModuleType("triton.language")
+    triton.jit = lambda fn: fn  # type: ignore[attr-defined]
+    language.constexpr = int  # type: ignore[attr-defined]
+    triton.language = language  # type: ignore[attr-defined]
+    sys.modules |= {"triton": triton, "triton.language": language}
+    try:
+        yield
+    finally:
+        del sys.modules["triton"], sys.modules["triton.language"]
+
+
+def titan() -> Any:
+    """The package's Llama, with its configuration class as ``JobConfig``; skips where torchtitan is not installed."""
+    if importlib.util.find_spec("torchtitan") is None:
+        pytest.skip("torchtitan is not installed")
+    with _some_triton(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchtitan.config import JobConfig
+        from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
+        from torchtitan.models import llama3
+    return types.SimpleNamespace(JobConfig=JobConfig, llama=llama3, names_per_part=generate_llm_fqn_per_model_part)
