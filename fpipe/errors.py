@@ -7,6 +7,7 @@
     │   └── ActionError      a stage raised while the plan ran (chains the user's own exception)
     ├── BatchError           a batch that cannot be split, or microbatches that do not fit
     ├── WeaveError           a hand-written weave that breaks one of its programs
+    ├── TransformError       a gradient transform whose arguments or trees do not fit
     └── GroupError           the processes or their devices
         ├── MismatchError    ranks that disagree about plan, shapes or versions
         ├── PeerError        a peer that died or raised
@@ -62,6 +63,10 @@ class BatchError(FpipeError, ValueError):
 
 class WeaveError(FpipeError, ValueError):
     """A hand-written weave of two programs that breaks the order of one of them."""
+
+
+class TransformError(FpipeError, ValueError):
+    """A gradient transform with arguments that make no sense, or with trees that do not fit together."""
 
 
 class GroupError(FpipeError, RuntimeError):

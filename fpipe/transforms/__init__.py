@@ -1,0 +1,59 @@
+"""Gradient transforms: pairs of pure functions over trees with one entry per stage.
+
+``tx = chain(...)``; ``state = tx.init(params)``; ``updates, state = tx.update(grads, state, params)``;
+``params = apply_updates(params, updates)``. Trees keep ``None`` where a stage lives elsewhere or a leaf is frozen.
+Nothing here knows schedules or how a pipeline runs: what crosses ranks goes through ``over=`` or a group.
+
+>>> import torch
+>>> tx = chain(clip_by_global_norm(1.0), adamw(0.1))
+>>> params = [{"w": torch.ones(3)}, None]
+>>> state = tx.init(params)
+>>> updates, state = tx.update([{"w": torch.ones(3)}, None], state, params)
+>>> apply_updates(params, updates)
+[{'w': tensor([0.8990, 0.8990, 0.8990])}, None]
+"""
+
+from ._base import Transform, apply_updates, chain, identity, stateless
+from ._over import Over
+from .adam import adamw
+from .averaging import accumulate, ema
+from .combining import masked, partition
+from .finite import all_finite, dynamic_loss_scale, skip_nonfinite
+from .gathering import mean_over, sum_tied
+from .momentum import sgd
+from .newton_schulz import muon
+from .norms import clip_by_global_norm, clip_by_value, global_norm
+from .scaling import add_noise, cast, scale, scale_by_schedule, weight_decay
+from .signs import lion
+from .torch_optim import from_torch
+
+__all__ = [
+    "Over",
+    "Transform",
+    "accumulate",
+    "adamw",
+    "add_noise",
+    "all_finite",
+    "apply_updates",
+    "cast",
+    "chain",
+    "clip_by_global_norm",
+    "clip_by_value",
+    "dynamic_loss_scale",
+    "ema",
+    "from_torch",
+    "global_norm",
+    "identity",
+    "lion",
+    "masked",
+    "mean_over",
+    "muon",
+    "partition",
+    "scale",
+    "scale_by_schedule",
+    "sgd",
+    "skip_nonfinite",
+    "stateless",
+    "sum_tied",
+    "weight_decay",
+]

@@ -1,0 +1,122 @@
+"""Lists of tensors through one call: torch's foreach and fused kernels behind plain names.
+
+These kernels are private by name in torch, so this is the one file of the transforms that touches them. Lists may be
+empty. ``own=True`` says that the memory of the first list may be written to; it is not where autograd records, unless
+its values are given away (``donate``). Nothing here knows trees, ranks or optimizers.
+"""
+
+# pyright: reportPrivateImportUsage=false
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Tensors: TypeAlias = list[Tensor]
+#: devices on which the fused kernels are taken without being asked for
+FUSED_DEVICES = ("cpu", "cuda")
+
+
+def _run(
+    fresh: Callable[..., Any], into: Callable[..., Any], own: bool, xs: Tensors, *args: Any, **more: Any
+) -> Tensors:
+    if not xs:
+        return []
+    if own and not torch.is_grad_enabled():
+        into(xs, *args, **more)
+        return xs
+    return list(fresh(xs, *args, **more))
+
+
+def mul(xs: Tensors, factor: float | Tensor | Sequence[float], *, own: bool = False) -> Tensors:
+    """``x * factor``: one for all, or one for each."""
+    return _run(torch._foreach_mul, torch._foreach_mul_, own, xs, factor)
+
+
+def div(xs: Tensors, divisor: float, *, own: bool = False) -> Tensors:
+    """``x / divisor``."""
+    return _run(torch._foreach_div, torch._foreach_div_, own, xs, divisor)
+
+
+def add(xs: Tensors, ys: Tensors, alpha: float = 1, *, own: bool = False) -> Tensors:
+    """``x + alpha * y``."""
+    return _run(torch._foreach_add, torch._foreach_add_, own, xs, ys, alpha=alpha)
+
+
+def shift(xs: Tensors, number: float, *, own: bool = False) -> Tensors:
+    """``x + number``."""
+    return _run(torch._foreach_add, torch._foreach_add_, own, xs, number)
+
+
+def lerp(xs: Tensors, ys: Tensors, weight: float, *, own: bool = False) -> Tensors:
+    """``x + weight * (y - x)``."""
+    return _run(torch._foreach_lerp, torch._foreach_lerp_, own, xs, ys, weight)
+
+
+def addcmul(xs: Tensors, ys: Tensors, zs: Tensors, value: float, *, own: bool = False) -> Tensors:
+    """``x + value * y * z``."""
+    return _run(torch._foreach_addcmul, torch._foreach_addcmul_, own, xs, ys, zs, value)
+
+
+def addcdiv(xs: Tensors, ys: Tensors, zs: Tensors, value: float, *, own: bool = False) -> Tensors:
+    """``x + value * y / z``."""
+    return _run(torch._foreach_addcdiv, torch._foreach_addcdiv_, own, xs, ys, zs, value)
+
+
+def sqrt(xs: Tensors) -> Tensors:
+    """Square roots."""
+    return list(torch._foreach_sqrt(xs)) if xs else []
+
+
+def sign(xs: Tensors) -> Tensors:
+    """-1, 0 or 1."""
+    return list(torch._foreach_sign(xs)) if xs else []
+
+
+def clamp(xs: Tensors, low: float, high: float) -> Tensors:
+    """Into ``[low, high]``."""
+    return list(torch._foreach_clamp_max(torch._foreach_clamp_min(xs, low), high)) if xs else []
+
+
+def norms(xs: Tensors, p: float) -> Tensors:
+    """The p-norm of each, in float32 at least. None of them may be empty."""
+    if not xs:
+        return []
+    half = xs[0].dtype in (torch.float16, torch.bfloat16)
+    return list(torch._foreach_norm(xs, p, dtype=torch.float32 if half else None))
+
+
+def cast(xs: Tensors, dtype: torch.dtype) -> Tensors:
+    """In another dtype; those that have it already are handed on."""
+    return [x if x.dtype == dtype else x.to(dtype) for x in xs]
+
+
+def cast_like(xs: Tensors, others: Tensors) -> Tensors:
+    """Each in the dtype of its partner."""
+    return [x.to(y.dtype) for x, y in zip(xs, others, strict=True)]
+
+
+def copies(xs: Tensors, into: Tensors | None = None) -> Tensors:
+    """The same values in memory of our own, or of the caller's."""
+    if torch.is_grad_enabled():
+        return [x.clone() for x in xs]
+    into = [torch.empty_like(x) for x in xs] if into is None else into
+    if xs:
+        torch._foreach_copy_(into, xs)
+    return into
+
+
+def laid_out(xs: Tensors, others: Tensors) -> Tensors:
+    """Each with the strides of its partner: the fused kernels walk memory, and never ask."""
+    return [x if x.stride() == y.stride() else torch.empty_like(y).copy_(x) for x, y in zip(xs, others, strict=True)]
+
+
+def fused_adam(
+    us: Tensors, gs: Tensors, ms: Tensors, vs: Tensors, step: Tensor, lr: float, betas: Sequence[float], eps: float
+) -> None:
+    """One pass of Adam without weight decay. Changes us, ms and vs."""
+    steps = [step.to(us[0].device, torch.float32)] * len(us)
+    how: dict[str, Any] = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": 0.0}
+    torch._fused_adam_(us, gs, ms, vs, [], steps, amsgrad=False, maximize=False, **how)

@@ -1,0 +1,126 @@
+"""Which places of a tree hold a leaf, and the leaves of other trees at the same places.
+
+Gradients have ``None`` where a stage lives elsewhere or a leaf is frozen; parameters and state may have more there.
+This module lines them up, sorts leaves by device and dtype so that a kernel runs once for each, and says when autograd
+records. It knows nothing of ranks or of any single transform.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from ..errors import TransformError
+from ..tree import Spec, Tree, is_floating, names, tree_map
+
+Column = list[Any]
+
+
+class Places(NamedTuple):
+    """The leaves of a tree and where they are.
+
+    >>> at = places([None, {"w": 1, "frozen": None}])
+    >>> at.leaves, at.of([{"w": 8}, {"w": 2, "frozen": 9}], "params")
+    ([1], [2])
+    >>> at.tree([5]), at.tree([5], base=[None, {"w": 2, "frozen": 9}])
+    ([None, {'w': 5, 'frozen': None}], [None, {'w': 5, 'frozen': 9}])
+    """
+
+    spec: Spec
+    where: list[int]
+    leaves: Column
+
+    def of(self, other: Tree, what: str) -> Column:
+        """The leaves of another tree at these places."""
+        column = self.column(other, what)
+        found = [column[index] for index in self.where]
+        if any(leaf is None for leaf in found):
+            raise TransformError(
+                f"{what} has None where the gradients have a leaf: {self._names(found)}; "
+                f"pass the trees of one pipeline, each with one entry per stage"
+            )
+        return found
+
+    def tree(self, leaves: Iterable[Any], base: Tree = None) -> Tree:
+        """A tree with these leaves; elsewhere what ``base`` has there, or None."""
+        column = [None] * self.spec.num_leaves if base is None else list(self.column(base, "the state"))
+        for index, leaf in zip(self.where, leaves, strict=True):
+            column[index] = leaf
+        return optree.tree_unflatten(self.spec, column)
+
+    def keep(self, flags: Sequence[bool], tree: Tree = None) -> Tree:
+        """This tree, or another one at its places, with None where a flag is false."""
+        leaves = self.leaves if tree is None else self.of(tree, "params")
+        return self.tree([leaf if flag else None for leaf, flag in zip(leaves, flags, strict=True)])
+
+    def column(self, other: Tree, what: str) -> Column:
+        """What another tree has at every place, None and whole subtrees included."""
+        try:
+            return self.spec.flatten_up_to(other)
+        except ValueError as error:
+            raise TransformError(
+                f"{what} does not have the form of the gradients: {error}; pass the trees of one pipeline, "
+                f"each with one entry per stage"
+            ) from error
+
+    def _names(self, found: Column) -> str:
+        numbered = optree.tree_unflatten(self.spec, range(self.spec.num_leaves))
+        every = names(numbered)
+        return ", ".join(every[i] for i, leaf in zip(self.where, found, strict=True) if leaf is None)
+
+
+def places(tree: Tree) -> Places:
+    """Look at a tree once."""
+    column, spec = optree.tree_flatten(tree, none_is_leaf=True)
+    where = [index for index, leaf in enumerate(column) if leaf is not None]
+    return Places(spec, where, [column[index] for index in where])
+
+
+def by_kind(kernel: Callable[..., Sequence[Column]], first: list[Tensor], *rest: Column) -> list[Column]:
+    """Run a kernel over columns once for each device and dtype of the first; its columns, in the old order.
+
+    >>> columns = [torch.ones(2), torch.ones(2).double(), torch.zeros(3)]
+    >>> by_kind(lambda xs: print(len(xs)) or [xs], columns)[0] == columns
+    2
+    1
+    True
+    """
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, leaf in enumerate(first):
+        kinds.setdefault((leaf.device, leaf.dtype), []).append(index)
+    if len(kinds) <= 1:
+        return list(kernel(first, *rest))
+    merged: list[Column] = []
+    for indices in kinds.values():
+        parts = kernel(*([column[i] for i in indices] for column in (first, *rest)))
+        merged = merged or [[None] * len(first) for _ in parts]
+        for column, part in zip(merged, parts, strict=True):
+            for index, leaf in zip(indices, part, strict=True):
+                column[index] = leaf
+    return merged
+
+
+def recording(*columns: Iterable[Any]) -> AbstractContextManager[Any]:
+    """Autograd stays on only where something that comes in carries a gradient: meta-gradients work, loops do not leak.
+
+    >>> with recording([torch.ones(1)]):
+    ...     torch.is_grad_enabled()
+    False
+    """
+    carried = any(isinstance(leaf, Tensor) and leaf.requires_grad for column in columns for leaf in column)
+    return torch.set_grad_enabled(carried and torch.is_grad_enabled())
+
+
+def zeros(params: Tree, dtype: torch.dtype | None = None) -> Tree:
+    """Zeros for every leaf that can carry a gradient, None for the others."""
+    return tree_map(lambda leaf: torch.zeros_like(leaf, dtype=dtype) if is_floating(leaf) else None, params)
+
+
+def count() -> Tensor:
+    """A counter at zero: a tensor, so that a state has tensors only, and on the CPU, so that it is read at once."""
+    return torch.zeros((), dtype=torch.int64)
