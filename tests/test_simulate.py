@@ -350,18 +350,18 @@ def test_a_timeline_is_a_value(tmp_path) -> None:
 
 
 # ---- speed ----------------------------------------------------------------------------------------------------------
-def seconds(call, times: int) -> float:
-    found = []
-    for _ in range(times):
+def within(limit: float, call, tries: int = 8) -> bool:
+    """Whether one of some tries takes less than this; a busy machine spoils a few, not all."""
+    for _ in range(tries):
         gc.collect()
         before = time.process_time()
         call()
-        found.append(time.process_time() - before)
-    return min(found)
+        if time.process_time() - before < limit:
+            return True
+    return False
 
 
 def test_a_hundred_thousand_actions_take_a_fraction_of_a_second() -> None:
     """64 ranks and 512 microbatches; the figures are in the benchmarks, these are their limits."""
-    schedule = make_schedule("1F1B", 64, 512)
-    assert seconds(schedule.simulate, 3) < 0.3
-    assert seconds(lambda: make_schedule("InterleavedZeroBubble", 64, 512).check().simulate(), 2) < 1.5
+    assert within(0.3, make_schedule("1F1B", 64, 512).simulate)
+    assert within(1.5, lambda: make_schedule("InterleavedZeroBubble", 64, 512).check().simulate())
