@@ -151,6 +151,28 @@ def test_a_tensor_changed_on_its_way_is_found_out():
     assert run(patient, 2)[1] == [0, 0]
 
 
+def test_a_send_that_is_let_go_too_early_is_found_out():
+    def early(group):
+        if group.rank == 0:
+            group.send((torch.zeros(2),), 0, 1)
+            group.settle(1, 1)
+        else:
+            group.barrier()
+
+    def known(group):
+        if group.rank == 0:
+            group.send((torch.zeros(2),), 0, 1)
+            group.recv(ONE, 1, 0).wait()
+            group.settle(1, 1)
+        else:
+            group.recv(ONE, 0, 1).wait()
+            group.send((torch.zeros(2),), 1, 0)
+
+    with pytest.raises(GroupError, match="let go of message 0 to rank 1, which has not received it"):
+        run(early, 2)
+    run(known, 2)
+
+
 # ---- faults ---------------------------------------------------------------------------------------------------------
 def test_a_delay_that_is_short_changes_nothing():
     assert run(pair, 2, faults=[Delay(0, 1, 1, seconds=30)])[1] == run(pair, 2)[1] == 210

@@ -49,6 +49,7 @@ class _Channel:
     def __init__(self) -> None:
         self.sent: list[_Message | None] = []
         self.asked = 0
+        self.settled = 0
         self.last = 0.0
 
 
@@ -83,6 +84,7 @@ class FakeGroup:
         self._sky, self._world = sky, sky.world
         self.size, self.rank, self.here = len(sky.world.seats), rank, (rank,)
         self.timeout = sky.world.timeout
+        self.strict = sky.lockstep
         self._met = 0
 
     def __repr__(self) -> str:
@@ -151,6 +153,21 @@ class FakeGroup:
         self._call("recv")
         channel.asked += 1
         return _Receiving(self, channel, channel.asked - 1, specs, src)
+
+    def settle(self, dst: int, count: int) -> None:
+        """Let go of the oldest sends; one that was not received yet is found out."""
+        self._call("settle")
+        channel = self._sky.channel(self.rank, dst)
+        for number in range(channel.settled, min(channel.settled + count, len(channel.sent))):
+            if channel.sent[number] is not None:
+                raise GroupError(
+                    f"rank {self.rank} let go of message {number} to rank {dst}, which has not received it; only sends "
+                    f"that are known to have been received may be settled"
+                )
+            channel.settled += 1
+
+    def settle(self, dst: int, count: int) -> None:
+        """Nothing is kept here that could be let go of."""
 
     def flush(self) -> None:
         """Wait until what this rank sent has arrived."""
