@@ -6,8 +6,10 @@ in, a cleaned graph goes out.
 
 from __future__ import annotations
 
+import logging
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    UnsupportedOperatorException,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -25,6 +28,8 @@ from .errors import ActionError, TraceError
 from .stage import Aval, Held
 
 _DATA = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+#: What torch says of code that runs on real tensors and not on fake ones.
+_UNTRACEABLE = (".numpy()", "symbolically trace", "fake impl", "faketensor", "fake tensor", "meta tensors")
 _T = torch.ops.aten.t.default
 _IDENTITY = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
@@ -32,6 +37,17 @@ _IDENTITY = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 def mode() -> FakeTensorMode:
     """A world without data. Real tensors that a function captured may enter it as constants."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without torch's own log of what fails on fake tensors: the exception says it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def empty(aval: Aval) -> torch.Tensor:
@@ -103,11 +119,11 @@ def clean(graph: fx.GraphModule) -> None:
 
 
 def _drop_write_back(graph: fx.GraphModule, node: fx.Node) -> None:
-    """A stage's input is not changed for the caller; a parameter or a captured tensor would be, so that is refused."""
+    """A stage's input and state are copies to the caller; what it shares with others may not change: refuse that."""
     target = node.args[0]
     assert isinstance(target, fx.Node)
-    if target.op == "get_attr" or (target.op == "placeholder" and target.name[0] in "pkt"):
-        what = {"p": "a parameter", "k": "a side input", "t": "its state"}.get(target.name[0], "a captured tensor")
+    if target.op == "get_attr" or (target.op == "placeholder" and target.name[0] in "pk"):
+        what = {"p": "a parameter", "k": "a side input"}.get(target.name[0], "a captured tensor")
         what = "a captured tensor" if target.op == "get_attr" else what
         raise TraceError(
             f"a stage writes into {what} in place; stages are pure functions: return what changes "
@@ -189,7 +205,7 @@ def memory(nodes: Iterable[fx.Node]) -> dict[str, Held]:
     found: dict[str, Held] = {}
     for node in nodes:
         value = node.meta.get("val")
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             storage = value.untyped_storage()
             keep.append(storage)
             root = roots.setdefault(storage._cdata, node.name)
@@ -209,10 +225,15 @@ def dense(node: fx.Node) -> bool:
 def explain(error: Exception, label: str, wants: str) -> Exception:
     """What to tell the user about a function that did not trace."""
     where = _where(error)
-    if isinstance(error, _DATA) or "data-dependent" in str(error).lower() or "data dependent" in str(error).lower():
+    text = str(error).lower()
+    if isinstance(error, _DATA) or "data-dependent" in text or "data dependent" in text:
         return TraceError(
             f"stage {label} {wants} depends on data{where}: a value decides what is computed or of which shape, "
             'so it has no straight-line program; use fpipe.Stage(fn, engine="eager") for it'
+        )
+    if isinstance(error, UnsupportedOperatorException) or any(word in text for word in _UNTRACEABLE):
+        return TraceError(
+            f'stage {label} {wants} cannot be traced{where}: {error}; use fpipe.Stage(fn, engine="eager") for it'
         )
     return ActionError(f"stage {label} {wants} raised {type(error).__name__}{where}: {error}")
 
