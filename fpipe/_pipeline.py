@@ -17,7 +17,6 @@ import torch
 from . import tree
 from .calls import Call, functional
 from .collectives.group import Group
-from .collectives.local import local
 from .collectives.setup import init
 from .errors import StageError
 from .feed import Feeder

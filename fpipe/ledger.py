@@ -1,7 +1,7 @@
 """How many bytes a rank holds at each step of its plan, by storage: two views of one tensor count once.
 
 Parameters, the caller's batch and constants are not counted. Where ranks live in different processes, a receive counts
-from when it is posted, and a sent value until the next send. This module follows steps; it changes nothing.
+from when it is posted, and a sent value until it is known to have been received. This module follows steps; it changes nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Ledger:
     def __init__(self, wired: bool = False) -> None:
         self.live = 0
         self.wired = wired
-        self.leaving: list[Key] = []
+        self.leaving: dict[int, list[list[Key]]] = {}
         self.root_of: dict[Key, object] = {}
         self.users: dict[object, int] = {}
         self.bytes: dict[object, int] = {}
@@ -79,13 +79,18 @@ class Ledger:
         if self.wired and step.kind == "RECV":
             self.begin(_buffer(step), _buffer(step), sum(spec.bytes for spec in step.avals))
         elif self.wired and step.kind == "SEND":
-            for key in self.leaving:
-                self.end(key)
-            self.leaving = [(*key[:2], f"{key[2]} to {step.peer}") for key in step.reads]
-            for key, sent in zip(step.reads, self.leaving, strict=True):
+            sends = self.leaving.setdefault(step.peer, [])
+            sent = [(*key[:2], f"{key[2]} to {step.peer}") for key in step.reads]
+            sends.append(sent)
+            for key, left in zip(step.reads, sent, strict=True):
                 root = self.root_of.get(key)
                 if root is not None:
-                    self.begin(sent, root, self.bytes[root])
+                    self.begin(left, root, self.bytes[root])
+        elif step.kind == "SETTLE":
+            for sent in self.leaving[step.peer][: step.number]:
+                for key in sent:
+                    self.end(key)
+            del self.leaving[step.peer][: step.number]
         elif step.kind == "WAIT" or step.kind == "ZERO":
             if self.wired and step.kind == "WAIT":
                 self.end(_buffer(step))

@@ -9,28 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .actions import Action, gives, plain
-from .collectives.group import Spec
-from .plan import Job, Kinds, Plan, Step, grad_key, spec_of
+from .actions import Action, plain
+from .plan import Job, Kinds, Plan, Step, grad_key
 from .program import Program
-from .route import Key, Out
+from .route import Key
 from .slots import assign
 from .stage import Programs
+from .traffic import Traffic
 
 
 def lower(job: Job, rank: int) -> Plan:
     """The plan of one rank."""
     return assign(job, rank, *_Lowering(job, rank).steps())
-
-
-class _Channel:
-    """Messages from one rank, in the order in which they come: their keys and specs."""
-
-    def __init__(self, src: int):
-        self.src = src
-        self.messages: list[tuple[tuple[Key, ...], tuple[Spec, ...]]] = []
-        self.posted = self.had = 0
-        self.fence = -1  # messages of the first phase; -1: no phases
 
 
 class _Lowering:
@@ -41,102 +31,11 @@ class _Lowering:
         self.state: dict[int, list[Key]] = {}
         self.added: set[Key] = set()
         self.out: list[Step] = []
-        self.coming: dict[Key, tuple[_Channel, int]] = {}
         self._names: dict[int, dict[str, tuple[str, int]]] = {}
-        self._dests: dict[tuple[int, str, int, tuple[int, ...]], list[tuple[int, list[Out]]]] = {}
-        self._specs: dict[Out, Spec] = {}
-        self.channels = self._incoming()
+        self.traffic = Traffic(job, rank, self.out, self.here)
 
-    # ---- messages -----------------------------------------------------------------------------------------------
     def kind(self, mb: int) -> Kinds:
         return self.job.kinds[self.job.kind_of[mb]]
-
-    def outgoing(self, stage: int, fact: str, mb: int) -> list[tuple[int, list[Out]]]:
-        """Which values go to which other ranks once a fact of a stage is there."""
-        path = self.placement.path(mb)
-        memo = (stage, fact, self.job.kind_of[mb], path)
-        found = self._dests.get(memo)
-        if found is None:
-            by_rank: dict[int, list[Out]] = {}
-            last = len(path) - 1
-            home = path[min(stage, last)]
-            for out in self.kind(mb).wires.users(stage, fact):
-                for rank in dict.fromkeys(path[min(max(s, 0), last)] for s in out.readers):
-                    if rank != home:
-                        by_rank.setdefault(rank, []).append(out)
-            found = self._dests[memo] = list(by_rank.items())
-        return found
-
-    def _incoming(self) -> list[_Channel]:
-        """Read the other ranks' rows for what they send here."""
-        job, sources = self.job, set()
-        for mb in dict.fromkeys(self._first_of_kinds()):
-            path = self.placement.path(mb)
-            for stage in range(job.stages + 1):
-                for fact in ("F" if stage < job.stages else "") + ("I" if job.training else ""):
-                    if any(rank == self.rank for rank, _ in self.outgoing(stage, fact, mb)):
-                        sources.add(path[min(stage, job.stages - 1)])
-        channels = []
-        for src in sorted(sources - {self.rank}):
-            channel = _Channel(src)
-            for action in plain(job.schedule[src]):
-                if job.phased and action.op != "F" and channel.fence < 0:
-                    channel.fence = len(channel.messages)
-                for fact in gives(action):
-                    if fact.kind == "I" and action.stage == job.stages - 1:
-                        self._expect(channel, action, action.stage + 1, "I")
-                    if fact.kind != "W":
-                        self._expect(channel, action, action.stage, fact.kind)
-            channels.append(channel)
-        return channels
-
-    def _first_of_kinds(self) -> Iterator[int]:
-        """One microbatch for every pair of kind and path."""
-        seen = set()
-        for mb in range(self.job.schedule.microbatches):
-            pair = (self.job.kind_of[mb], self.placement.path(mb))
-            if pair not in seen:
-                seen.add(pair)
-                yield mb
-
-    def _expect(self, channel: _Channel, action: Action, stage: int, fact: str) -> None:
-        for rank, outs in self.outgoing(stage, fact, action.microbatch):
-            if rank == self.rank:
-                keys = tuple((o.stage, action.microbatch, o.name) for o in outs)
-                for key in keys:
-                    self.coming[key] = (channel, len(channel.messages))
-                channel.messages.append((keys, tuple(map(self.spec, outs))))
-
-    def spec(self, out: Out) -> Spec:
-        found = self._specs.get(out)
-        if found is None:
-            found = self._specs[out] = spec_of(out.aval)
-        return found
-
-    def _post(self, channel: _Channel, upto: int) -> None:
-        end = channel.fence if channel.fence >= 0 else len(channel.messages)
-        while channel.posted < min(upto, end):
-            specs = channel.messages[channel.posted][1]
-            self.out.append(Step("RECV", peer=channel.src, number=channel.posted, avals=specs))
-            channel.posted += 1
-
-    def fetch(self, key: Key) -> None:
-        """Wait for the message that brings a value, and for those before it."""
-        if key in self.here or key not in self.coming:
-            return
-        channel, number = self.coming[key]
-        while channel.had <= number:
-            self._post(channel, channel.had + 1 + self.job.ahead)
-            keys, specs = channel.messages[channel.had]
-            self.out.append(Step("WAIT", writes=keys, peer=channel.src, number=channel.had, avals=specs))
-            self.here.update(keys)
-            channel.had += 1
-
-    def send(self, action: Action, stage: int, fact: str) -> None:
-        for rank, outs in self.outgoing(stage, fact, action.microbatch):
-            keys = tuple((o.stage, action.microbatch, o.name) for o in outs)
-            specs = tuple(map(self.spec, outs))
-            self.out.append(Step("SEND", action, reads=keys, peer=rank, avals=specs))
 
     # ---- names --------------------------------------------------------------------------------------------------
     def key(self, programs: Programs, stage: int, mb: int, name: str) -> Key:
@@ -166,30 +65,22 @@ class _Lowering:
     def steps(self) -> tuple[list[Step], int, list[Key]]:
         """All steps, the index of the first one after the last forward, and the keys wanted at the end."""
         split = 0
-        for channel in self.channels:
-            self._post(channel, self.job.ahead)
+        self.traffic.begin()
         row = list(plain(self.job.schedule[self.rank]))
         backward = next((i for i, action in enumerate(row) if action.op != "F"), len(row))
-        for action in row[:backward]:
+        for place, action in enumerate(row):
+            if place == backward and self.job.phased:
+                self.traffic.next_phase()
+                split = len(self.out)
+                self.traffic.begin()
+            self.traffic.before(place)
             self._act(action)
-        if self.job.phased:
-            self._drain()
+        if backward == len(row) and self.job.phased:
+            self.traffic.next_phase()
             split = len(self.out)
-            for channel in self.channels:
-                channel.fence = -1
-                self._post(channel, channel.had + self.job.ahead)
-        for action in row[backward:]:
-            self._act(action)
-        self._drain()
+        self.traffic.drain()
         self._finish()
         return self.out, split, list(self._wanted())
-
-    def _drain(self) -> None:
-        """Have every message that was posted or, in a first phase, will be sent."""
-        for channel in self.channels:
-            end = channel.fence if channel.fence >= 0 else len(channel.messages)
-            while channel.had < end:
-                self.fetch(channel.messages[channel.had][0][0])
 
     def _act(self, action: Action) -> None:
         stage, op, mb = action
@@ -204,19 +95,19 @@ class _Lowering:
             elif stage == top:
                 for j, made in enumerate(kinds.wires.faces[-1].ys):
                     if made is not None:
-                        self.fetch(kinds.wires.forward(stage, j, mb))
-            self.send(action, stage, "F")
+                        self.traffic.fetch(kinds.wires.forward(stage, j, mb))
+            self.traffic.send(action, stage, "F")
             return
         if op != "W":
             if stage == top and kinds.loss is not None:
                 self._run(action, kinds.loss, kinds.loss.b, stage + 1)
             if stage == top:
-                self.send(action, stage + 1, "I")
+                self.traffic.send(action, stage + 1, "I")
             self._run(action, own, own.i if op == "I" else self._with_adds(own, "B", stage), stage)
-            self.send(action, stage, "I")
+            self.traffic.send(action, stage, "I")
             if stage == 0 and self.job.wants_dx:
                 for found in self._input_gradients(own, kinds, mb):
-                    self.fetch(found)
+                    self.traffic.fetch(found)
         if op != "I":
             if op == "W":
                 self._run(action, own, self._with_adds(own, "W", stage), stage)
@@ -230,7 +121,7 @@ class _Lowering:
         mb = action.microbatch
         reads = tuple(self.key(own, stage, mb, name) for name in program.inputs)
         for name, key in zip(program.inputs, reads, strict=True):
-            self.fetch(key)
+            self.traffic.fetch(key)
             if key not in self.here and key[2].startswith("0dy"):
                 aval = own.y_avals[int(name[2:])]
                 self.out.append(Step("ZERO", action, writes=(key,), avals=(aval,)))
@@ -259,7 +150,7 @@ class _Lowering:
             target = grad_key(stage, index)
             into.append(target)
             values.append(self.key(own, stage, mb, name))
-            self.fetch(values[-1])
+            self.traffic.fetch(values[-1])
             if target in self.added:
                 how.append("add")
             else:
@@ -294,21 +185,23 @@ class _Lowering:
                 self.out.append(Step("ZERO", writes=(grad_key(*leaf),), avals=(self.job.grad_specs[leaf],)))
                 self.added.add(grad_key(*leaf))
         others = sorted({rank for _, rank in places} - {self.rank})
-        for peer in others:
-            for leaf in mine:
-                self.out.append(Step("SEND", reads=(grad_key(*leaf),), peer=peer, avals=(self.job.grad_specs[leaf],)))
         parts: list[Key] = []
         for leaf, rank in places:
             if rank == self.rank:
                 parts.append(grad_key(*leaf))
                 continue
             parts.append((leaf[0], -3 - rank, f"p{leaf[1]}.{number}"))
+        receives = [
+            Step("RECV", peer=peer, number=-1 - len(self.out) - n, avals=(self.job.grad_specs[leaf],), writes=())
+            for n, (peer, leaf) in enumerate((peer, leaf) for peer in others for leaf, rank in places if rank == peer)
+        ]
+        self.out += receives
         for peer in others:
-            for part, (leaf, rank) in zip(parts, places, strict=True):
-                if rank == peer:
-                    specs = (self.job.grad_specs[leaf],)
-                    self.out.append(Step("RECV", peer=peer, number=-1 - len(self.out), avals=specs))
-                    self.out.append(Step("WAIT", writes=(part,), peer=peer, number=self.out[-1].number, avals=specs))
+            for leaf in mine:
+                self.out.append(Step("SEND", reads=(grad_key(*leaf),), peer=peer, avals=(self.job.grad_specs[leaf],)))
+        arriving = [part for peer in others for part, (_, rank) in zip(parts, places, strict=True) if rank == peer]
+        for step, part in zip(receives, arriving, strict=True):
+            self.out.append(Step("WAIT", writes=(part,), peer=step.peer, number=step.number, avals=step.avals))
         total = (group[0][0], -3 - self.placement.ranks, f"sum{number}")
         self.out.append(Step("SUM", reads=tuple(parts), writes=(total,)))
         for leaf in mine:

@@ -20,7 +20,7 @@ from .route import Key, Wires
 from .schedule import Schedule
 from .stage import Aval, Programs
 
-Kind: TypeAlias = Literal["F", "B", "I", "W", "RECV", "WAIT", "SEND", "ADD", "ZERO", "SUM", "FREE"]
+Kind: TypeAlias = Literal["F", "B", "I", "W", "RECV", "WAIT", "SEND", "ADD", "ZERO", "SUM", "SETTLE"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Instruction:
     RECV      ask for message ``number`` of rank ``peer``            WAIT   have it, in ``writes``
     SEND      hand ``reads`` to rank ``peer``                        ZERO   zeros of ``specs`` into ``writes``
     ADD       add ``reads`` to the gradients ``writes``, by ``how``  SUM    ``reads``, in order, summed into ``writes``
-    FREE      forget slots
+    SETTLE    let go of ``number`` sends to rank ``peer``, which what arrived shows to have been received
 
     ``frees`` are the slots that are empty afterwards.
     """
@@ -52,6 +52,7 @@ class Instruction:
             "RECV": f"from {self.peer} #{self.number}",
             "WAIT": f"from {self.peer} #{self.number}",
             "SEND": f"to {self.peer}",
+            "SETTLE": f"{self.number} to {self.peer}",
         }
         words = [self.kind if self.action is None or len(self.kind) > 1 else str(self.action)]
         words += [what[self.kind]] if self.kind in what else []
@@ -89,6 +90,7 @@ class Job:
     wants_dx: bool = False
     phased: bool = False  # all forwards first, with nothing under way between the phases
     wired: bool = False  # some ranks live in other processes
+    strict: bool = False  # a send blocks until it is asked for, and receives are posted exactly where the plan says
     ahead: int = 2
 
     @property

@@ -116,6 +116,7 @@ def resolve(recipe: Recipe, request: Request) -> Resolved:
             request.schedule, made, request.kind_of, training=training, tied=tied, grad_specs=specs,
             wide=recipe.wide, wants_dx=request.wants_dx, phased=request.mode == "vjp",
             wired=len(here) < recipe.group.size,
+            strict=recipe.group.strict,
         )  # fmt: skip
         plan = lower(jobs[rank], rank)
         options = Options(wide=recipe.wide, check=recipe.check, device=recipe.group.device(rank))

@@ -107,6 +107,8 @@ def _bind(ins: Instruction, rank: int, group: Group, options: Options) -> StepFn
         return _recv(ins, rank, group)
     if ins.kind == "WAIT":
         return _wait(ins)
+    if ins.kind == "SETTLE":
+        return _settle(ins, group)
     if ins.kind == "ADD":
         return _add(ins, options.wide)
     if ins.kind == "ZERO":
@@ -200,7 +202,13 @@ def _recv(ins: Instruction, rank: int, group: Group) -> StepFn:
     def step(r: Registers) -> None:
         r[-2][key] = recv(specs, peer, rank)
 
-    return step
+    def strictly(r: Registers) -> None:
+        work = r[-2][key] = recv(specs, peer, rank)
+        ask = getattr(work, "ask", None)  # a group that posts receives late must post this one here
+        if ask is not None:
+            ask()
+
+    return strictly if group.strict else step
 
 
 def _wait(ins: Instruction) -> StepFn:
@@ -208,6 +216,16 @@ def _wait(ins: Instruction) -> StepFn:
 
     def step(r: Registers) -> tuple[Work, tuple[int, ...]]:
         return r[-2].pop(key), writes
+
+    return step
+
+
+def _settle(ins: Instruction, group: Group) -> StepFn:
+    peer, count = ins.peer, ins.number
+    settle = group.settle
+
+    def step(r: Registers) -> None:
+        settle(peer, count)
 
     return step
 

@@ -58,6 +58,7 @@ class C10dGroup:
         self._self = LocalGroup((device,))
         way = road(capabilities, torch.uint8, cpu)
         self._early, self._staged = way.early, way.staged
+        self.strict = not way.early
         # A backend that works on streams is waited for by the stream: a time-out would block this thread instead.
         self._host = device.type in ("cpu", "meta") or way.staged
         self._as_bytes = {dtype: road(capabilities, dtype, cpu).bytes for dtype in _DTYPES}
@@ -230,6 +231,13 @@ class _Receipt:
         except RuntimeError as error:
             raise group._watch.explain(error, self._src, "for a message from") from error
 
+    def ask(self) -> None:
+        """Post it now, where receives are posted late; the channel's earlier ones go first."""
+        if self._works is None and self._tensors is None:
+            late = self._group._late[self._src]
+            while self._works is None:
+                late.popleft().post()
+
     def done(self) -> bool:
         return self._tensors is not None or (
             self._works is not None and all(work.is_completed() for work in self._works)
@@ -243,10 +251,7 @@ class _Receipt:
 
     def _arrive(self) -> None:
         group = self._group
-        if self._works is None:  # where receives are posted late, the channel's earlier ones go first
-            late = group._late[self._src]
-            while self._works is None:
-                late.popleft().post()
+        self.ask()
         assert self._works is not None
         group._wait_all(self._works, self._src, "for a message from")
         buffers = [buffer.to(group._device) for buffer in self._buffers] if group._staged else self._buffers

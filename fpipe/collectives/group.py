@@ -131,6 +131,7 @@ class Group(Protocol):
     size: int
     here: tuple[int, ...]
     timeout: float
+    strict: bool  # a send may block until it is asked for, so receives must be posted exactly where the plan says
 
     def device(self, rank: int) -> torch.device:
         """Where a rank computes."""
