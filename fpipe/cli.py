@@ -28,6 +28,8 @@ from .simulate import Costs
 #: name -> (module:command, the line that `fpipe --help` shows): commands of other modules, loaded when they are run
 ELSEWHERE: dict[str, tuple[str, str]] = {}
 
+MOST = 1_000_000  # ranks x microbatches
+
 INVALID, USAGE, INTERNAL, INTERRUPTED, PIPE = 1, 2, 70, 130, 141
 
 
@@ -174,9 +176,9 @@ def _costs(text: str) -> Costs:
 def _given(what: str, ranks: int | None, microbatches: int | None, stages: int | None) -> Schedule:
     """The schedule of a name or a file; the counts make the one and are checked against the other."""
     if not _is_file(what):
-        p = ranks or 4
+        p, m = _bounded(ranks, microbatches)
         with _as_usage():
-            return make_schedule(what, p, microbatches or 2 * p, stages)
+            return make_schedule(what, p, m, stages)
     found = _read(Path(what))
     for name, asked in (("ranks", ranks), ("microbatches", microbatches), ("stages", stages)):
         has = getattr(found, name)
@@ -188,8 +190,21 @@ def _given(what: str, ranks: int | None, microbatches: int | None, stages: int |
     return found
 
 
+def _bounded(ranks: int | None, microbatches: int | None) -> tuple[int, int]:
+    """The counts with their defaults; ones that would fill the machine's memory are refused."""
+    p = ranks or 4
+    m = microbatches or 2 * p
+    if p * m > MOST:
+        raise click.UsageError(
+            f"{p} ranks with {m} microbatches are {p * m} times the actions of one; take at most {MOST}",
+            click.get_current_context(),
+        )
+    return p, m
+
+
 def _is_file(what: str) -> bool:
-    return Path(what).suffix.lower() in (".csv", ".txt") or os.sep in what or os.path.isfile(what)
+    named = what.lower() in map(str.lower, schedule_names())
+    return Path(what).suffix.lower() in (".csv", ".txt") or os.sep in what or (os.path.isfile(what) and not named)
 
 
 def _read(path: Path) -> Schedule:
@@ -321,12 +336,11 @@ def compare(ranks: int | None, microbatches: int | None, stages: int | None, cos
     fpipe compare --ranks 8 --microbatches 24
     fpipe compare -p 8 -m 24 --costs F=18.5,I=18.1,W=9.3,comm=0.6
     """
-    p = ranks or 4
-    m = microbatches or 2 * p
+    p, m = _bounded(ranks, microbatches)
     price = _costs(costs)
     with _as_usage():
         entries, left_out = comparison.compare(p, m, stages=stages, costs=price)
-    click.echo(f"{p} ranks, {m} microbatches, {price!r} for a rank's whole share\n")
+    click.echo(f"ranks {p}, microbatches {m}, {price!r} for a rank's whole share\n")
     for line in comparison.table(entries, best=lambda cell: click.style(cell, bold=True)):
         click.echo(line)
     if left_out:

@@ -214,6 +214,16 @@ def test_timelines_in_different_units_have_no_axis():
         pictures.draw(two)
 
 
+def test_a_timeline_without_a_unit_is_stretched_to_one_that_has_it():
+    simulated = timeline("1F1B")
+    measured = Timeline.measured([(s.rank, s.action, s.start / 500, s.end / 500) for s in simulated], unit="s")
+    one, two = _scene.scenes([simulated, measured])
+    assert (one.unit, one.one) == ("ms", pytest.approx(2))
+    assert one.total == pytest.approx(two.total) == pytest.approx(66)
+    assert "1 of its units drawn as 2 ms" in pictures.draw([simulated, measured], width=150, color=False)
+    assert _scene.scenes([simulated, simulated])[0].one == 0
+
+
 def test_directions_of_a_bidirectional_schedule_get_different_shades():
     (scene,) = _scene.scenes(timeline("DualPipe"))
     shades = {bar.shades[0] for bar in scene.lanes[0].bars if str(bar.action) in ("0F0", "3F4")}

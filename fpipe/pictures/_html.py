@@ -69,6 +69,7 @@ def _scene(scene: Scene, label: str) -> dict[str, Any]:
             ("span", words.number(scene.span) + unit),
             ("bubble", words.percent(scene.bubble)),
             ("peak", words.held(peak, scene.memory_unit)),
+            *([("its unit is drawn as", words.number(scene.one) + unit)] if scene.one else []),
         ],
         "total": round(scene.total, places),
         "unit": scene.unit,

@@ -92,6 +92,7 @@ class Scene:
     unit: str  # of time, "" where it is the cost model's own
     memory_unit: str  # of what is held
     shades: int  # how many shades there are: a rank's chunks, or chunks times directions
+    one: float = 0.0  # how long one of the cost model's own units is drawn, where it was stretched; else 0
 
     @cached_property
     def bars(self) -> int:
@@ -150,8 +151,8 @@ def name(part: Action, detail: int) -> str:
 def scenes(timelines: Drawable | Sequence[Drawable], other: Drawable | None = None) -> tuple[Scene, ...]:
     """One timeline or several, to be drawn one over the other on one axis of time.
 
-    Seconds become milliseconds or microseconds where they are few. A timeline without a unit is taken to count in
-    the unit of the others.
+    Seconds become milliseconds or microseconds where they are few. A timeline without a unit, say one simulated with
+    costs of 1, is stretched beside those that have one until both have worked as long, and says by how much.
     """
     given = [*timelines] if isinstance(timelines, Sequence) else [timelines]
     given += [] if other is None else [other]
@@ -162,14 +163,25 @@ def scenes(timelines: Drawable | Sequence[Drawable], other: Drawable | None = No
         raise FpipeError(f"timelines in {' and in '.join(sorted(units))} have no common axis; give them one unit")
     lanes = [[timeline.of_rank(rank) for rank in range(timeline.ranks)] for timeline in given]
     unit, factor = units.pop() if units else "", 1.0
+    worked = next((_worked(spans) for t, spans in zip(given, lanes, strict=True) if t.unit), 0.0)
     if unit == "s":
-        longest = max(max(_extent(spans)) - min(_extent(spans)) for spans in lanes)
+        longest = max(
+            max(_extent(spans)) - min(_extent(spans)) for t, spans in zip(given, lanes, strict=True) if t.unit
+        )
         unit, factor = next((u, f) for u, f, least in _SECONDS if longest >= least)
-    return tuple(_scene(timeline, spans, unit, factor) for timeline, spans in zip(given, lanes, strict=True))
+    found = []
+    for timeline, spans in zip(given, lanes, strict=True):
+        stretch = worked / _worked(spans) if unit and not timeline.unit and _worked(spans) else 1.0
+        found.append(_scene(timeline, spans, unit, factor * stretch, factor * stretch if stretch != 1.0 else 0.0))
+    return tuple(found)
 
 
 #: unit, how many of it are a second, and the least total in seconds that is told in it
 _SECONDS = (("s", 1.0, 2.0), ("ms", 1e3, 2e-3), ("us", 1e6, 0.0))
+
+
+def _worked(lanes: Sequence[Sequence[DrawnSpan]]) -> float:
+    return sum(span.end - span.start for lane in lanes for span in lane)
 
 
 def _extent(lanes: Sequence[Sequence[DrawnSpan]]) -> tuple[float, float]:
@@ -179,7 +191,7 @@ def _extent(lanes: Sequence[Sequence[DrawnSpan]]) -> tuple[float, float]:
     return min(starts, default=0.0), max(ends, default=0.0)
 
 
-def _scene(timeline: Drawable, spans: Sequence[Sequence[DrawnSpan]], unit: str, factor: float) -> Scene:
+def _scene(timeline: Drawable, spans: Sequence[Sequence[DrawnSpan]], unit: str, factor: float, one: float) -> Scene:
     """The picture's own view of a timeline, its times multiplied by ``factor`` and counted from the first start."""
     first, last = _extent(spans)
     shade_of, shades = _shading([tuple(span.action for span in lane) for lane in spans])
@@ -199,6 +211,7 @@ def _scene(timeline: Drawable, spans: Sequence[Sequence[DrawnSpan]], unit: str, 
         unit=unit,
         memory_unit="bytes" if max((lane.peak for lane in lanes), default=0.0) >= 4096 else "",  # or activations
         shades=shades,
+        one=one,
     )
 
 

@@ -59,7 +59,7 @@ def figures(scene: Scene) -> str:
     each = f" (by rank {' '.join(peaks)})" if len(set(peaks)) > 1 and len(peaks) <= 16 else ""
     return (
         f"total {number(scene.total)}{unit}, span {number(scene.span)}{unit}, bubble {percent(scene.bubble)}, "
-        f"peak {peak}{each}"
+        f"peak {peak}{each}" + (f" (1 of its units drawn as {number(scene.one)}{unit})" if scene.one else "")
     )
 
 

@@ -276,11 +276,11 @@ map.addEventListener("pointerup", () => { mapDrag = false; });
 function head() {
   for (const scene of state.scenes) {
     const line = document.createElement("div");
-    line.append(element("h1", scene.title));
+    line.append(element("h1", scene.title), " ");
     for (const [word, value] of scene.figures) {
       const span = element("span", word + " ");
       span.append(element("b", value));
-      line.append(span);
+      line.append(span, " ");
     }
     $("figures").append(line);
   }
