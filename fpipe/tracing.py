@@ -9,47 +9,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from . import _fake, tree
+from ._purity import spell_out
 from .compiling import compiled
 from .cut import Joint, Piece, cut
-from .errors import FpipeError, StageError, TraceError
+from .errors import FpipeError, StageError
 from .program import Program, draws
+from .signature import Outputs, Signature, call, outputs_of, wants
 from .stage import Aval, Held, Programs, Stage, as_stage, named
 
 _CACHE: weakref.WeakKeyDictionary[Any, dict[Any, Programs]] = weakref.WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class Signature:
-    """What a trace depends on: structures, avals of the tensors and the values of all other leaves."""
-
-    specs: tuple[tree.Spec, ...]  # params, x, side, state
-    leaves: tuple[tuple[Any, ...], ...]  # Aval, or (type, value) of a leaf that is no tensor
-
-    @classmethod
-    def of(cls, trees: Sequence[Any], grads: Sequence[Sequence[bool]]) -> Signature:
-        """The signature of (params, x, side, state); ``grads`` says which leaves of params and x want a gradient."""
-        flat = [tree.flatten(t) for t in trees]
-        wanted = [*grads, *([False] * len(leaves) for leaves, _ in flat[2:])]
-        return cls(
-            tuple(spec for _, spec in flat),
-            tuple(
-                tuple(map(_aval, leaves, flags))
-                for (leaves, _), flags in zip(flat, wanted, strict=True)
-            ),
-        )  # fmt: skip
-
-
-def _aval(leaf: Any, grad: bool) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return Aval.like(leaf, grad and tree.is_floating(leaf))
-    return (type(leaf), leaf)
 
 
 def trace(fn: Callable[..., Any] | Stage, params: Any, x: Any, *, state: Any = None, **side: Any) -> Programs:
@@ -100,92 +74,14 @@ def ambient() -> tuple[Any, ...]:
 
 def _trace(stage: Stage, signature: Signature) -> Programs:
     try:
-        made = _outputs(stage, signature)
-        graph = _joint_graph(stage, signature, made)
+        with _fake.quiet():
+            made = outputs_of(stage, signature)
+            graph = _joint_graph(stage, signature, made)
     except FpipeError:
         raise
     except Exception as error:
-        raise _fake.explain(error, stage.label, _wants(signature)) from error
+        raise _fake.explain(error, stage.label, wants(signature)) from error
     return _cut(stage, signature, made, graph)
-
-
-def _wants(signature: Signature) -> str:
-    return "(" + "; ".join(", ".join(map(str, group)) for group in signature.leaves[:2]) + ")"
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """What a first, fake run of the function tells: the structure and the avals of what it returns."""
-
-    y_spec: tree.Spec
-    y: tuple[Any, ...]  # Aval, or a value that is no tensor
-    aux: Aval | None
-    state_spec: tree.Spec | None
-    state: tuple[Aval, ...] = ()
-    copies: bool = False  # inputs must be copied first: the function writes into them
-
-
-def _outputs(stage: Stage, signature: Signature) -> Outputs:
-    for copies in (False, True):
-        with _fake.mode():
-            groups = _fake.inputs(signature.leaves)
-            try:
-                y, aux, state = _call(stage, signature, groups, copies)
-            except RuntimeError as error:
-                if copies or "leaf Variable" not in str(error):
-                    raise
-                continue
-        ys, y_spec = tree.flatten(y)
-        _check_outputs(stage, ys, aux)
-        avals = tuple(Aval.like(t, t.requires_grad) if isinstance(t, torch.Tensor) else t for t in ys)
-        aux_aval = None if aux is None else Aval.like(aux, aux.requires_grad)
-        states, state_spec = tree.flatten(state) if stage.state else ([], None)
-        _check_state(stage, states)
-        return Outputs(y_spec, avals, aux_aval, state_spec, tuple(map(Aval.like, states)), copies)
-    raise AssertionError("unreachable")
-
-
-def _check_outputs(stage: Stage, ys: Sequence[Any], aux: Any) -> None:
-    for leaf in ys:
-        if not isinstance(leaf, (torch.Tensor, int, float, bool, str, bytes, complex, torch.dtype, torch.device)):
-            raise StageError(
-                f"stage {stage.label} returns a {type(leaf).__name__}, which cannot be sent to the next stage; "
-                "return tensors and plain numbers, or register its class as a pytree with optree"
-            )
-    if stage.aux_loss and (not isinstance(aux, torch.Tensor) or aux.dim() or not aux.is_floating_point()):
-        raise StageError(
-            f"stage {stage.label} has aux_loss=True, so it must return (y, scalar) with a floating tensor without "
-            f"axes; its second value is {tree.describe([aux])}"
-        )
-
-
-def _check_state(stage: Stage, leaves: Sequence[Any]) -> None:
-    strange = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-    if strange:
-        raise StageError(
-            f"stage {stage.label} returns {strange[0]!r} in its state, whose leaves must be tensors (a number would make "
-            "each microbatch another program); write torch.tensor(0) for a counter"
-        )
-
-
-def _call(stage: Stage, signature: Signature, groups: Sequence[Sequence[Any]], copies: bool) -> tuple[Any, Any, Any]:
-    """The user's function on flat leaves: (y, aux, state)."""
-    p, x, side, state = (tree.unflatten(spec, group) for spec, group in zip(signature.specs, groups, strict=True))
-    if copies:
-        x = tree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, x)
-    with torch.enable_grad():
-        out = stage.fn(p, state, x, **side) if stage.state else stage.fn(p, x, **side)
-    extras = int(stage.aux_loss) + int(stage.state)
-    if not extras:
-        return out, None, None
-    if not isinstance(out, tuple) or len(out) != 1 + extras:
-        shape = "(y, " + ("scalar, " if stage.aux_loss else "") + ("state" if stage.state else "")
-        raise StageError(
-            f"stage {stage.label} must return {shape.rstrip(', ')}), but it returned a {type(out).__name__}"
-            + (f" of {len(out)}" if isinstance(out, tuple) else "")
-        )
-    aux = out[1] if stage.aux_loss else None
-    return out[0], aux, out[-1] if stage.state else None
 
 
 def _joint_graph(stage: Stage, signature: Signature, made: Outputs) -> fx.GraphModule:
@@ -201,7 +97,7 @@ def _joint_graph(stage: Stage, signature: Signature, made: Outputs) -> fx.GraphM
         given = [list(group) for group in groups]
         for (g, i), value in zip(slots, flat[:count], strict=True):
             given[g][i] = value
-        y, aux, state = _call(stage, signature, given, made.copies)
+        y, aux, state = call(stage, signature, given, made.copies)
         ys = [leaf for leaf in tree.leaves(y) if tree.is_tensor(leaf)]
         ends = [leaf for leaf in (*ys, *([] if aux is None else [aux])) if leaf.requires_grad]
         wrt = [v for group, avals in zip(given[:2], signature.leaves[:2], strict=True)
@@ -215,6 +111,7 @@ def _joint_graph(stage: Stage, signature: Signature, made: Outputs) -> fx.GraphM
     names = [f"{'pxkt'[g]}{i}" for g, i in slots] + _cotangent_names(made)
     _fake.name_inputs(graph, names)
     _fake.clean(graph)
+    spell_out(graph)
     _fake.own_outputs(graph)
     return graph
 
