@@ -1,23 +1,25 @@
 """Ranks that meet through the store: no device and no backend takes part, and who has not come is named.
 
-For handshakes and barriers, a few a step at most. Knows no message.
+For handshakes and barriers, a few a step at most. Looks again and again rather than letting the store block: a wait in
+the store that ends without a result writes warnings of its own. Knows no message.
 """
 
 from __future__ import annotations
 
 import pickle
 import time
-from datetime import timedelta
 from typing import Any
 
 from ._store import Store
 from .faults import Watch
 
-_PARTING = timedelta(seconds=5)
+_PARTING = 5.0  #: seconds that rank 0 stays for the others to leave
+_FIRST, _SLOWEST = 0.0005, 0.02  #: seconds between two looks, at first and later
+_FAILURES = 1.0  #: seconds between two looks for word of a failure
 
 
 class Meeting:
-    """Rounds of "everybody says one thing"; round n begins when everybody has come to it."""
+    """Rounds of "everybody says one thing"; a round ends when everybody has been heard."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float, watch: Watch):
         self._store, self._rank, self._size = store, rank, size
@@ -38,36 +40,37 @@ class Meeting:
         self._leave(number)
         return said
 
+    def _hear(self, number: int, rank: int) -> Any:
+        key = f"round/{number}/{rank}"
+        with self._watch.talking(rank, "to meet"):
+            if not self._there(key, rank, self._timeout):
+                raise RuntimeError(f"timed out: rank {rank} has not come")
+            return pickle.loads(self._store.get(key))
+
+    def _there(self, key: str, rank: int | None, seconds: float) -> bool:
+        """Look until a key is there; word of the rank's failure ends it."""
+        now = start = failures = time.monotonic()
+        pause = _FIRST
+        while not self._store.check([key]):
+            now = time.monotonic()
+            if now - start > seconds:
+                return False
+            if rank is not None and now - failures > _FAILURES:
+                failures = now
+                if self._watch.journal.failure(rank) is not None:
+                    raise RuntimeError(f"rank {rank} failed before it came")
+            time.sleep(pause)
+            pause = min(2 * pause, _SLOWEST)
+        return True
+
     def _leave(self, number: int) -> None:
         """Rank 0 goes last: it may keep the store, and its process may end right after."""
         try:
             if self._rank:
                 self._store.set(f"left/{number}/{self._rank}", "")
-            else:
-                self._store.wait([f"left/{number}/{rank}" for rank in range(1, self._size)], _PARTING)
-            if number >= 2:
+            for rank in range(1, self._size) if self._rank == 0 else ():
+                self._there(f"left/{number}/{rank}", None, _PARTING)
+            if number >= 2 and self._rank:
                 self._store.delete_key(f"left/{number - 2}/{self._rank}")
         except RuntimeError:  # everybody has been heard: who is gone by now is missed by the next message
-            pass
-
-    def _hear(self, number: int, rank: int) -> Any:
-        key = f"round/{number}/{rank}"
-        start = time.monotonic()
-        with self._watch.talking(rank, "to meet"):
-            while True:
-                left = self._timeout - (time.monotonic() - start)
-                if left <= 0:
-                    raise RuntimeError(f"timed out: rank {rank} has not come")
-                if self._arrived(key, min(left, 5.0)):
-                    return pickle.loads(self._store.get(key))
-                if self._watch.journal.failure(rank) is not None:
-                    raise RuntimeError(f"rank {rank} failed before it came")
-
-    def _arrived(self, key: str, seconds: float) -> bool:
-        try:
-            self._store.wait([key], timedelta(seconds=seconds))
-        except RuntimeError as error:
-            if "timeout" in str(error).lower() or "timed out" in str(error).lower():
-                return False
-            raise
-        return True
+            return
