@@ -26,6 +26,7 @@ class Ledger:
         self.bytes: dict[object, int] = {}
 
     def begin(self, key: Key, root: object, nbytes: int) -> None:
+        """A value is there, on a storage that may be there already."""
         if key in self.root_of:
             return
         self.root_of[key] = root
@@ -35,6 +36,7 @@ class Ledger:
         self.users[root] = self.users.get(root, 0) + 1
 
     def end(self, key: Key) -> None:
+        """A value is gone, and its storage with the last of its values."""
         root = self.root_of.pop(key, None)
         if root is None:
             return

@@ -15,6 +15,8 @@ import optree
 import torch
 
 from . import tree
+from ._version import __version__
+from .agreeing import agree, together
 from .collectives.group import Group, Spec, contiguous
 from .errors import MismatchError, StageError
 from .lower import lower
@@ -105,6 +107,7 @@ class Recipe:
 def resolve(recipe: Recipe, request: Request) -> Resolved:
     """Trace, exchange faces, lower and bind."""
     here = recipe.group.here
+    agree(recipe.group, _facts(recipe, request), lambda fact: str(request.schedule) if fact == "schedule" else "")
     kinds = [_Kind(recipe, request, index) for index in range(len(request.kinds))]
     _exchange(recipe, request, kinds)
     training = request.mode != "forward"
@@ -123,6 +126,27 @@ def resolve(recipe: Recipe, request: Request) -> Resolved:
         bound[rank] = bind(plan, recipe.group, options)
     random = any(ins.program is not None and ins.program.random for b in bound.values() for ins in b.plan.instructions)
     return Resolved(request, bound, jobs, tuple(tuple(k.faces) for k in kinds), tuple(k.loss for k in kinds), random)
+
+
+def _facts(recipe: Recipe, request: Request) -> dict[str, str | None]:
+    """What every rank must say alike before a step is prepared."""
+    schedule = request.schedule
+
+    def shapes(groups: Sequence[Group1]) -> str | None:
+        seen = [[leaf for leaf in group.leaves if isinstance(leaf, Aval)] for group in groups]
+        return None if not any(seen) else "; ".join(", ".join(map(str, group)) for group in seen)
+
+    return {
+        "versions": f"fpipe {__version__}, torch {torch.__version__}",
+        "call": f"{request.mode}, argnums {'0 and 1' if request.wants_dx else '0'}, has_aux={recipe.has_aux}",
+        "microbatches": str(schedule.microbatches),
+        "schedule": f"{schedule.name or 'a schedule'} of {schedule.stages} stages ({schedule.digest})",
+        "the kinds of microbatches": str(request.kind_of) if len(request.kinds) > 1 else "(one)",
+        "the shape of x": shapes([kind[0] for kind in request.kinds]),
+        "the shapes of the targets": shapes([target for kind in request.kinds for target in kind[1]]),
+        "tied parameters": str(recipe.tied),
+        "the dtype of accumulation": str(recipe.wide),
+    }
 
 
 class _Kind:
@@ -262,20 +286,22 @@ def loss_sides(loss: Callable[..., Any] | None) -> tuple[str, ...]:
 def _exchange(recipe: Recipe, request: Request, kinds: Sequence[_Kind]) -> None:
     """Let every process know every face. Each round, whoever holds the next stage tells it."""
     stages = request.schedule.stages
-    group = recipe.group
-    alone = len(group.here) == group.size
-    while any(len(kind.faces) < stages for kind in kinds):
-        before = [len(kind.faces) for kind in kinds]
+
+    def advance() -> list[list[Face]]:
         for kind in kinds:
             while len(kind.faces) < stages and kind.advance():
                 pass
-        if not alone:
-            told = group.gather_objects([kind.faces for kind in kinds])
-            for index, kind in enumerate(kinds):
-                kind.faces = list(max((faces[index] for faces in told), key=len))
+        return [kind.faces for kind in kinds]
+
+    while any(len(kind.faces) < stages for kind in kinds):
+        before = [len(kind.faces) for kind in kinds]
+        told = together(recipe.group, advance)
+        for index, kind in enumerate(kinds):
+            kind.faces = list(max((faces[index] for faces in told), key=len))
         if before == [len(kind.faces) for kind in kinds]:
-            stuck = min(before)
-            raise MismatchError(f"no process told what stage {stuck} gives; every process must run the same pipeline")
+            raise MismatchError(
+                f"no process told what stage {min(before)} gives; every process must run the same pipeline"
+            )
     for kind in kinds:
         if request.mode != "vjp" or recipe.loss is not None:
             kind.trace_loss()

@@ -100,13 +100,13 @@ def drive(runs: Mapping[int, Generator[Work, None, None]], describe: Callable[[i
 
 def _bind(ins: Instruction, rank: int, group: Group, options: Options) -> StepFn:
     if ins.program is not None:
-        return _program(ins, options)
+        return _program(ins, options, rank, group)
     if ins.kind == "SEND":
         return _send(ins, rank, group)
     if ins.kind == "RECV":
         return _recv(ins, rank, group)
     if ins.kind == "WAIT":
-        return _wait(ins)
+        return _wait(ins, rank, group)
     if ins.kind == "SETTLE":
         return _settle(ins, group)
     if ins.kind == "ADD":
@@ -117,7 +117,7 @@ def _bind(ins: Instruction, rank: int, group: Group, options: Options) -> StepFn
     return _sum(ins)
 
 
-def _program(ins: Instruction, options: Options) -> StepFn:
+def _program(ins: Instruction, options: Options, rank: int, group: Group) -> StepFn:
     program, reads, frees = ins.program, ins.reads, ins.frees
     assert program is not None and ins.action is not None
     run = program.run
@@ -131,11 +131,13 @@ def _program(ins: Instruction, options: Options) -> StepFn:
     else:
         writes, every = tuple((i, slot) for i, slot in enumerate(ins.writes) if slot >= 0), False
     slots = ins.writes
+    journal, note = group.journal, str(ins.action)
 
     def step(r: Registers) -> None:
         box = [r[i] for i in reads]
         for i in frees:
             r[i] = None
+        journal(rank, note)
         if where is not None and r[-1] is not None:
             _seed(device, r[-1], *where)
         out = run(box)
@@ -211,10 +213,13 @@ def _recv(ins: Instruction, rank: int, group: Group) -> StepFn:
     return strictly if group.strict else step
 
 
-def _wait(ins: Instruction) -> StepFn:
-    key, writes = (ins.peer, ins.number), ins.writes
+def _wait(ins: Instruction, rank: int, group: Group) -> StepFn:
+    key, writes, journal = (ins.peer, ins.number), ins.writes, group.journal
+    what = f"{ins.action}'s message" if ins.action is not None else "gradients"
+    note = f"waiting for {what} from rank {ins.peer}"
 
     def step(r: Registers) -> tuple[Work, tuple[int, ...]]:
+        journal(rank, note)
         return r[-2].pop(key), writes
 
     return step

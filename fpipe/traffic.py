@@ -24,6 +24,7 @@ class Channel:
         self.src = src
         self.messages: list[tuple[tuple[Key, ...], tuple[Spec, ...]]] = []
         self.made: list[int] = []  # the place in the sender's row
+        self.actions: list[Action] = []  # and what makes it
         self.posted = self.had = 0
         self.fence = -1  # messages of the first phase; -1: no phases
 
@@ -51,6 +52,7 @@ class Traffic:
 
     # ---- who sends what to whom ---------------------------------------------------------------------------------
     def kind(self, mb: int) -> Kinds:
+        """The kind of a microbatch."""
         return self.job.kinds[self.job.kind_of[mb]]
 
     def outgoing(self, stage: int, fact: str, mb: int) -> list[tuple[int, list[Out]]]:
@@ -109,8 +111,10 @@ class Traffic:
                     self.coming[key] = (channel, len(channel.messages))
                 channel.messages.append((keys, tuple(map(self.spec, outs))))
                 channel.made.append(place)
+                channel.actions.append(action)
 
     def spec(self, out: Out) -> Spec:
+        """How a value travels."""
         found = self._specs.get(out)
         if found is None:
             found = self._specs[out] = spec_of(out.aval)
@@ -177,13 +181,15 @@ class Traffic:
         while channel.had <= number:
             self._post(channel, channel.had + 1 + (0 if self.job.strict else self.job.ahead))
             keys, specs = channel.messages[channel.had]
-            self.out.append(Step("WAIT", writes=keys, peer=channel.src, number=channel.had, avals=specs))
+            made = channel.actions[channel.had]
+            self.out.append(Step("WAIT", made, writes=keys, peer=channel.src, number=channel.had, avals=specs))
             self.here.update(keys)
             channel.had += 1
             if self.job.wired:
                 self._settle(channel.src, channel.made[channel.had - 1])
 
     def send(self, action: Action, stage: int, fact: str) -> None:
+        """Send what a fact of a stage gives to other ranks."""
         going = self.outgoing(stage, fact, action.microbatch)
         if going and self.job.strict:
             self._post_until((self._times[self.place][1], self.rank))

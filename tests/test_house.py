@@ -18,7 +18,7 @@ ROOT = Path(fpipe.__file__).parent
 
 #: A module imports only from floors below its own; a package's files may import each other, but not in a circle.
 FLOORS = (
-    ("errors",),
+    ("errors", "_version"),
     ("actions",),
     ("text", "walk"),
     ("check", "pictures"),
@@ -46,9 +46,10 @@ FLOORS = (
     ("tracing",),
     ("route",),
     ("plan",),
+    ("ledger", "traffic"),
     ("slots",),
     ("lower",),
-    ("run",),
+    ("run", "agreeing"),
     ("resolve",),
     ("feed",),
     ("collect",),
