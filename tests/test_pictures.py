@@ -280,11 +280,13 @@ def test_svg_places_are_times_and_hints_tell_what_was_waited_for(tmp_path: Path)
     start = at["0F0: 0 to 2"]
     unit = (at["0F1: 2 to 4"] - start) / 2
     assert at["1F0: 3 to 4, waited 3 for 0F0 of rank 0"] - start == pytest.approx(3 * unit, abs=0.05)
+    ticks = {text.text: float(text.attrib["x"]) for text in root.iter(f"{SVG}text") if "text-anchor" in text.attrib}
+    assert at["0F1: 2 to 4"] == pytest.approx(ticks["2"], abs=0.6)
 
 
 def test_svg_escapes_names(tmp_path: Path):
     toy = Toy()
-    toy.name = "<&>\x00\"'"
+    toy.name = toy.unit = "<&>\x00\"'"
     pictures.save(toy, tmp_path / "a.svg")
     ElementTree.parse(tmp_path / "a.svg")
 

@@ -32,7 +32,7 @@ def write(drawn: Page, *, alt: str = "") -> str:
 
 def _rect(r: Rect) -> str:
     head = f'<rect x="{_n(r.x)}" y="{_n(r.y)}" width="{_n(r.width)}" height="{_n(r.height)}" fill="{r.colour}"'
-    return f"{head}><title>{escape(r.hint)}</title></rect>" if r.hint else f"{head}/>"
+    return f"{head}><title>{escape(_clean(r.hint))}</title></rect>" if r.hint else f"{head}/>"
 
 
 def _text(t: Text) -> str:
