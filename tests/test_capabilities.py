@@ -1,0 +1,157 @@
+"""The capability table as data, and the ways that are chosen from it. No process and no backend takes part."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fpipe.collectives import capabilities
+from fpipe.collectives.adapt import OPS, Road, Way, reduction, road
+from fpipe.collectives.capabilities import DTYPES, HABITS, MOVES, REDUCTIONS, TABLE, Capabilities, Status, dtype_class
+from fpipe.errors import UnsupportedError
+
+F32, BF16, I64, I16, U8, BOOL = torch.float32, torch.bfloat16, torch.int64, torch.int16, torch.uint8, torch.bool
+GLOO = Capabilities.of("cpu", "gloo")
+NCCL = Capabilities.of("cuda", "nccl")
+XCCL = Capabilities.of("xpu", "xccl")
+NOBODY = Capabilities.of("cpu", "nobody")
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("fact", TABLE, ids=lambda fact: f"{fact.device}:{fact.backend} {fact.what[:20]}")
+def test_facts_speak_of_known_things_and_name_their_source(fact):
+    known = {*REDUCTIONS, *MOVES, *HABITS}
+    assert set(fact.what.split()) <= known
+    assert set(fact.dtypes.split()) <= set(DTYPES)
+    assert bool(fact.dtypes) == (not set(fact.what.split()) & set(HABITS))
+    assert fact.source
+    assert fact.tried == ((fact.device, fact.backend) == ("cpu", "gloo")), "only gloo was run"
+    assert fact.status is not Status.WRONG or fact.note, "what goes wrong must be said"
+
+
+def test_no_two_facts_of_one_backend_say_different_things():
+    said = {}
+    for fact in TABLE:
+        for what in fact.what.split():
+            for kind in fact.dtypes.split() or [""]:
+                key = (fact.device, fact.backend, what, kind)
+                assert said.setdefault(key, fact.status) is fact.status, key
+
+
+def test_gloo_is_known_whole():
+    """The one backend that was tried leaves nothing unknown."""
+    for kind, dtypes in DTYPES.items():
+        for what in (*REDUCTIONS, *MOVES):
+            assert GLOO.fact(what, dtypes[0]).status is not Status.UNKNOWN, (what, kind)
+    for habit in HABITS:
+        assert GLOO.fact(habit).status is not Status.UNKNOWN, habit
+
+
+def test_one_name_may_stand_for_two_libraries():
+    assert Capabilities.of("npu", "hccl").fact("avg", F32).status is Status.NATIVE
+    assert Capabilities.of("hpu", "hccl").fact("avg", F32).status is Status.REFUSED
+
+
+def test_unknown_counts_as_unsupported():
+    assert NOBODY.can("sum", F32)
+    assert not NOBODY.can("avg", F32)
+    assert not NOBODY.habit("early")
+    assert not NCCL.can("sum", torch.float8_e4m3fn)
+    assert NOBODY.fact("max", F32).source == "no fact speaks of it"
+
+
+def test_every_dtype_has_a_class():
+    for name in dir(torch):
+        found = getattr(torch, name)
+        if isinstance(found, torch.dtype):
+            assert dtype_class(found) in DTYPES
+
+
+# ---- reductions -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("can", "op", "dtype", "way"),
+    [
+        (GLOO, "mean", F32, Way("mean", "avg", F32)),  # on the allow-list
+        (XCCL, "mean", F32, Way("mean", "sum", F32, divide=True)),  # divides twice
+        (NCCL, "mean", BF16, Way("mean", "sum", BF16, divide=True)),
+        (NOBODY, "mean", F32, Way("mean", "sum", F32, divide=True)),
+        (XCCL, "max", F32, Way("max", "gather", F32)),  # reported as sum
+        (GLOO, "max", BF16, Way("max", "max", BF16)),
+        (GLOO, "sum", BOOL, Way("max", "max", U8)),  # a sum of 256 uint8 ones would be none
+        (GLOO, "min", BOOL, Way("min", "min", U8)),
+        (XCCL, "sum", BOOL, Way("max", "gather", U8)),
+        (GLOO, "sum", I16, Way("sum", "sum", torch.int32)),
+        (GLOO, "mean", torch.float8_e4m3fn, Way("mean", "avg", F32)),
+        (Capabilities.of("cpu", "mpi"), "mean", BF16, Way("mean", "sum", F32, divide=True)),
+    ],
+)
+def test_ways_of_reductions(can: Capabilities, op: str, dtype: torch.dtype, way: Way):
+    assert reduction(can, op, dtype) == way
+
+
+def test_over_the_cpu_where_the_group_carries_it_too():
+    assert reduction(XCCL, "max", F32, GLOO) == Way("max", "max", F32, staged=True)
+    assert reduction(XCCL, "sum", F32, GLOO) == Way("sum", "sum", F32)
+    assert reduction(Capabilities.of("mps", "gloo"), "sum", F32, GLOO).staged
+
+
+@pytest.mark.parametrize(
+    "can", [GLOO, NCCL, XCCL, NOBODY, Capabilities.of("npu", "hccl"), Capabilities.of("hpu", "hccl")]
+)
+@pytest.mark.parametrize("op", OPS)
+def test_no_way_asks_for_what_is_not_known_to_be_right(can: Capabilities, op: str):
+    for dtypes in DTYPES.values():
+        for dtype in dtypes:
+            try:
+                way = reduction(can, op, dtype, GLOO)
+            except UnsupportedError:
+                continue
+            asked = GLOO if way.staged else can
+            assert way.ask == "gather" or asked.can(way.ask, way.carry)
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "said"),
+    [
+        ("mean", I64, "a mean of torch.int64 would be rounded or refused; convert"),
+        ("mean", BOOL, "a mean of torch.bool"),
+        ("max", torch.complex64, "torch.complex64 has no order"),
+        ("median", F32, "no reduction is called 'median'; there are sum, mean, max, min"),
+        ("sum", torch.uint64, "no wider dtype to reduce uint64"),
+    ],
+)
+def test_what_has_no_answer(op: str, dtype: torch.dtype, said: str):
+    with pytest.raises(UnsupportedError, match=said):
+        reduction(GLOO, op, dtype)
+
+
+def test_a_backend_that_cannot_and_no_other_way():
+    mps = Capabilities.of("mps", "gloo")
+    with pytest.raises(
+        UnsupportedError, match="no CPU backend to go through; start the group with 'cpu:gloo,mps:gloo'"
+    ):
+        reduction(mps, "sum", F32)
+    with pytest.raises(UnsupportedError, match="not known to carry tensors of mps"):
+        road(mps, F32)
+
+
+# ---- messages -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("can", "dtype", "cpu", "expected"),
+    [
+        (GLOO, torch.float8_e4m3fn, None, Road(bytes=False, staged=False, early=True, apart=False)),
+        (NCCL, torch.float8_e4m3fn, None, Road(bytes=True, staged=False, early=True, apart=True)),
+        (XCCL, F32, GLOO, Road(bytes=False, staged=False, early=False, apart=True)),
+        (Capabilities.of("npu", "hccl"), BOOL, None, Road(bytes=True, staged=False, early=False, apart=True)),
+        (Capabilities.of("mps", "gloo"), F32, GLOO, Road(bytes=False, staged=True, early=True, apart=False)),
+        (NOBODY, BF16, None, Road(bytes=True, staged=False, early=False, apart=True)),
+    ],
+)
+def test_roads_of_messages(can: Capabilities, dtype: torch.dtype, cpu: Capabilities | None, expected: Road):
+    assert road(can, dtype, cpu) == expected
+
+
+def test_the_table_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        TABLE[0].status = Status.NATIVE  # type: ignore[misc]
+    assert isinstance(capabilities.TABLE, tuple)
