@@ -28,7 +28,6 @@ FLOORS = (
     ("generators",),
     ("comparison",),
     ("balancing",),
-    ("comparison",),
     ("tree",),
     ("microbatch",),
     ("padding",),
