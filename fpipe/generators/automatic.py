@@ -1,11 +1,11 @@
 """ZB-1p and ZB-2p: zero bubble from costs, by a heuristic under a memory limit of p or 2p microbatches a rank.
 
-Qi et al., "Zero Bubble Pipeline Parallelism", 2024 (arXiv:2401.10241), section 3. For 4 ranks, B for I and W:
+Qi et al., "Zero Bubble Pipeline Parallelism", 2024 (arXiv:2401.10241), section 3. ZB-2p on 4 ranks at unit cost:
 
-    rank 0   F F F F F F F F I . F W I . F W I . ...     1. F while it ends before I0 is there and fits in memory,
-    rank 1   . F F F F F F I . F W I . F W I . ...          strictly fewer on later ranks; then I0, up the ranks
-    rank 2   . . F F F F I . F W I . F W I . ...         2. rounds of one F down the ranks and one I up
-    rank 3   . . . F . I . F . I . F W I . ...           3. the Ws that are left
+    rank 0   F F F F F F F I F I W F I W F I W F I W ...    1. F while it ends before I0 is there and fits in memory,
+    rank 1   . F F F F F I F I F I F I W F I W F I W ...       strictly fewer on later ranks; then I0, up the ranks
+    rank 2   . . F F F I F I F I F I F I F I W F I W ...    2. rounds of one F down the ranks and one I up
+    rank 3   . . . F I F I F I F I F I F I F I F I W ...    3. the Ws that are left
 
 Before an F or an I of a round a rank runs the Ws without which memory would not do, those that fit whole into the time
 it has to wait, and one that does not fit where waiting would make this rank the one that idles most.

@@ -3,9 +3,8 @@
 Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019 (arXiv:1811.06965).
 
     rank 0   0 1 2 3 . . . . . . 0 0 1 1 2 2 3 3
-    rank 1   . 0 1 2 3 . . . . 0 0 1 1 2 2 3 3
+    rank 1   . 0 1 2 3 . . . 0 0 1 1 2 2 3 3          a forward takes one place, a backward two
     rank 2   . . 0 1 2 3 0 0 1 1 2 2 3 3
-                 forward  | backward
 
 Idle (p - 1)(F + B) a rank; a rank holds the activations of all m microbatches.
 """

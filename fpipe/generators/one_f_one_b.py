@@ -3,9 +3,9 @@
 Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush), 2021 (arXiv:2006.09503);
 Fan et al., "DAPPLE", 2021 (arXiv:2007.01045).
 
-    rank 0   F0 F1 F2 .. .. .. B0 .. F3 B1 .. F4 B2 ..        warm-up: p - r forwards
-    rank 1   .. F0 F1 .. .. B0 .. F2 B1 .. F3 B2 ..           then B, F, B, F
-    rank 2   .. .. F0 B0 .. F1 B1 .. F2 B2 ..                 then the backwards that are left
+    rank 0   F0 F1 F2 .. .. B0 F3 B1 F4 B2 F5 ...      warm-up: p - r forwards
+    rank 1   .. F0 F1 .. B0 F2 B1 F3 B2 F4 B3 ...      then B, F, B, F
+    rank 2   .. .. F0 B0 F1 B1 F2 B2 F3 B3 F4 ...      then the backwards that are left
 
 Idle (p - 1)(F + B) a rank, as in GPipe; rank r holds p - r activations.
 

@@ -4,9 +4,9 @@ Qi et al., "Zero Bubble Pipeline Parallelism", 2024 (arXiv:2401.10241).
 
 ZB-H1 keeps the memory of 1F1B: p - r forwards first, then I, W, F, I, W, F ..., where rank r lags r Ws behind.
 
-    rank 0   F0 F1 F2 .. .. I0 W0 F3 I1 W1 F4 I2 W2 ..
-    rank 1   .. F0 F1 .. I0 .. F2 I1 W0 F3 I2 W1 .. W2 ..        idle (p - 1)(F + I - W)
-    rank 2   .. .. F0 I0 F1 I1 F2 I2 W0 F3 .. W1 W2 ..
+    rank 0   F0 F1 F2 .. .. I0 W0 F3 I1 W1 F4 I2 W2 ...
+    rank 1   .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 F4 I3 ...      idle (p - 1)(F + I - W)
+    rank 2   .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 ...
 
 ZB-H2 warms up with 2(p - r) - 1 forwards and lags 2r behind: no idle time on a rank between its own first action and
 its last at unit cost, for 2p - 1 activations.
