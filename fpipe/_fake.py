@@ -17,6 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
@@ -176,18 +177,15 @@ def _gappy(value: torch.Tensor) -> bool:
     return tuple(value.stride()) != arriving(tuple(value.shape), tuple(value.stride()))
 
 
-def constants(graph: fx.GraphModule, label: str) -> dict[str, Any]:
-    """Captured tensors by name; one that wants a gradient is refused."""
+def constants(graph: fx.GraphModule) -> dict[str, Any]:
+    """Captured tensors by name."""
     found: dict[str, Any] = {}
     for node in graph.graph.nodes:
         if node.op != "get_attr":
             continue
         value = getattr(graph, node.target)
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            raise TraceError(
-                f"stage {label} closes over a tensor of shape {list(value.shape)} that requires a gradient, which it "
-                "would silently not get; pass it in the stage's parameters, or close over tensor.detach()"
-            )
+        if isinstance(value, torch.Tensor) and value.requires_grad:  # used under no_grad, or detached
+            value = value.detach()
         found[node.name] = value
     return found
 
@@ -224,25 +222,30 @@ def dense(node: fx.Node) -> bool:
 
 def explain(error: Exception, label: str, wants: str) -> Exception:
     """What to tell the user about a function that did not trace."""
-    where = _where(error)
+    place = where(error)
     text = str(error).lower()
     if isinstance(error, _DATA) or "data-dependent" in text or "data dependent" in text:
         return TraceError(
-            f"stage {label} {wants} depends on data{where}: a value decides what is computed or of which shape, "
+            f"stage {label} {wants} depends on data{place}: a value decides what is computed or of which shape, "
             'so it has no straight-line program; use fpipe.Stage(fn, engine="eager") for it'
         )
     if isinstance(error, UnsupportedOperatorException) or any(word in text for word in _UNTRACEABLE):
         return TraceError(
-            f'stage {label} {wants} cannot be traced{where}: {error}; use fpipe.Stage(fn, engine="eager") for it'
+            f'stage {label} {wants} cannot be traced{place}: {error}; use fpipe.Stage(fn, engine="eager") for it'
         )
-    return ActionError(f"stage {label} {wants} raised {type(error).__name__}{where}: {error}")
+    return ActionError(f"stage {label} {wants} raised {type(error).__name__}{place}: {error}")
 
 
-def _where(error: Exception) -> str:
+def where(error: BaseException) -> str:
     """The innermost line of the user's own code."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename.replace("\\", "/")]
     frames = [f for f in frames if "/fpipe/" not in f.filename.replace("\\", "/") and "<fpipe" not in f.filename]
     return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no data."""
+    return isinstance(tensor, FakeTensor)
 
 
 def wrapped(tensor: torch.Tensor) -> bool:

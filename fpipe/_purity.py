@@ -1,14 +1,14 @@
 """What a function must not do behind the back of its trace: write into a tensor that it captured, whether it says so
-or, as the kernels of batch norm do, not.
+or, as the kernels of batch norm do, not; or hang on one that wants a gradient.
 
-``watching`` refuses such writes before they happen. ``spell_out`` makes the hidden writes of a traced graph values like
+``watching`` refuses both before they happen. ``spell_out`` makes the hidden writes of a traced graph values like
 others. Graphs and operations alone are known here, no stages.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -48,17 +48,52 @@ class watching(TorchDispatchMode):  # noqa: N801  (used as a function)
             return func(*args, **kwargs)
         for tensor in _written(func, args, kwargs):
             if not isinstance(tensor, FakeTensor) or tensor.untyped_storage()._cdata in self.views:
+                raise _impure(self.label, tensor)
+        real = [a for a in args if isinstance(a, torch.Tensor) and not isinstance(a, FakeTensor)]
+        for tensor in real:
+            if tensor.requires_grad and torch.is_grad_enabled() and func is not torch.ops.aten.detach.default:
                 raise TraceError(
-                    f"stage {self.label} writes into a tensor of shape {list(tensor.shape)} that it closes over; stages "
-                    "are pure functions: return what changes (fpipe.Stage(fn, state=True) carries running statistics)"
+                    f"stage {self.label} closes over a tensor of shape {list(tensor.shape)} that requires a gradient, "
+                    "which it would silently not get; pass it in the stage's parameters, or close over tensor.detach()"
                 )
         out = func(*args, **kwargs)
-        real = any(isinstance(a, torch.Tensor) and not isinstance(a, FakeTensor) for a in args)
         aliases = any(r.alias_info is not None for r in func._schema.returns)
         if real and aliases and isinstance(out, FakeTensor) and func is not torch.ops.aten.lift_fresh.default:
             storage = out.untyped_storage()
             self.views[storage._cdata] = storage
         return out
+
+
+class guarding(TorchDispatchMode):  # noqa: N801  (used as a function)
+    """While a function runs on real tensors that were made up for it, refuse what it writes into any others."""
+
+    def __init__(self, label: str, given: Iterable[torch.Tensor]):
+        super().__init__()
+        self.label = label
+        self.own = {_storage(tensor) for tensor in given}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _written(func, args, kwargs):
+            if _storage(tensor) not in self.own | {None}:
+                raise _impure(self.label, tensor)
+        out = func(*args, **kwargs)
+        before = {_storage(a) for value in (*args, *kwargs.values()) for a in _list(value)}
+        self.own |= {_storage(made) for made in _list(out)} - before
+        return out
+
+
+def _storage(value: Any) -> int | None:
+    """What memory a plain tensor stands on; ``None`` for anything else."""
+    plain = isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter)
+    return value.untyped_storage()._cdata if plain and value.layout is torch.strided else None
+
+
+def _impure(label: str, tensor: torch.Tensor) -> TraceError:
+    return TraceError(
+        f"stage {label} writes into a tensor of shape {list(tensor.shape)} that it closes over; stages are pure "
+        "functions: return what changes (fpipe.Stage(fn, state=True) carries running statistics)"
+    )
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:

@@ -54,7 +54,7 @@ def abstract(leaf: Any, grad: bool = False) -> Leaf:
     """A leaf as a trace sees it."""
     if isinstance(leaf, torch.Tensor):
         return Aval.like(leaf, grad and tree.is_floating(leaf))
-    return (type(leaf), leaf)
+    return tree.static(leaf)
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class _Kind:
 
 
 def _leaf(value: Any) -> Leaf:
-    return (type(value), value)
+    return tree.static(value)
 
 
 def _paths(spec: tree.Spec) -> tuple[str, ...]:

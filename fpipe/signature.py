@@ -41,7 +41,7 @@ class Signature:
 def _aval(leaf: Any, grad: bool) -> Any:
     if isinstance(leaf, torch.Tensor):
         return Aval.like(leaf, grad and tree.is_floating(leaf))
-    return (type(leaf), leaf)
+    return tree.static(leaf)
 
 
 def wants(signature: Signature) -> str:
@@ -73,14 +73,19 @@ def outputs_of(stage: Stage, signature: Signature) -> Outputs:
                 if copies or "leaf Variable" not in str(error):
                     raise
                 continue
-        ys, y_spec = tree.flatten(y)
-        _check_outputs(stage, ys, aux)
-        avals = tuple(Aval.like(t, t.requires_grad) if isinstance(t, torch.Tensor) else t for t in ys)
-        aux_aval = None if aux is None else Aval.like(aux, aux.requires_grad)
-        states, state_spec = tree.flatten(state) if stage.state else ([], None)
-        _check_state(stage, states)
-        return Outputs(y_spec, avals, aux_aval, state_spec, tuple(map(Aval.like, states)), copies)
+        return outputs_from(stage, y, aux, state, copies)
     raise AssertionError("unreachable")
+
+
+def outputs_from(stage: Stage, y: Any, aux: Any, state: Any, copies: bool) -> Outputs:
+    """What a call returned, checked and described."""
+    ys, y_spec = tree.flatten(y)
+    _check_outputs(stage, ys, aux)
+    avals = tuple(Aval.like(t, t.requires_grad) if isinstance(t, torch.Tensor) else t for t in ys)
+    aux_aval = None if aux is None else Aval.like(aux, aux.requires_grad)
+    states, state_spec = tree.flatten(state) if stage.state else ([], None)
+    _check_state(stage, states)
+    return Outputs(y_spec, avals, aux_aval, state_spec, tuple(map(Aval.like, states)), copies)
 
 
 def _check_outputs(stage: Stage, ys: Sequence[Any], aux: Any) -> None:

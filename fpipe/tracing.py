@@ -18,6 +18,7 @@ from . import _fake, tree
 from ._purity import spell_out
 from .compiling import compiled
 from .cut import Joint, Piece, cut
+from .eager import eager_programs
 from .errors import FpipeError, StageError
 from .program import Program, draws
 from .signature import Outputs, Signature, call, outputs_of, wants
@@ -41,7 +42,7 @@ def trace(fn: Callable[..., Any] | Stage, params: Any, x: Any, *, state: Any = N
 
 def programs_of(stage: Stage, signature: Signature) -> Programs:
     """The programs of a stage for a signature, traced at most once for every function."""
-    key = (stage.aux_loss, stage.state, stage.compile, ambient(), signature)
+    key = (stage.aux_loss, stage.state, stage.compile, stage.engine == "eager", stage.like, ambient(), signature)
     try:
         store = _CACHE.setdefault(stage.fn, {})
     except TypeError:  # the function takes no weak reference: hold it by the Stage that holds it
@@ -54,7 +55,7 @@ def programs_of(stage: Stage, signature: Signature) -> Programs:
             "pass numbers, strings or None, or register its class with optree"
         ) from error
     if found is None:
-        found = store[key] = _trace(stage, signature)
+        found = store[key] = (eager_programs if stage.engine == "eager" else _trace)(stage, signature)
     return found
 
 
@@ -130,7 +131,7 @@ def _cotangent_names(made: Outputs) -> list[str]:
 
 
 def _cut(stage: Stage, signature: Signature, made: Outputs, graph: fx.GraphModule) -> Programs:
-    constants = _fake.constants(graph, stage.label)
+    constants = _fake.constants(graph)
     returned = list(next(n for n in graph.graph.nodes if n.op == "output").args[0])
     y_tensors = [j for j, a in enumerate(made.y) if isinstance(a, Aval)]
     ys, rest = returned[: len(y_tensors)], returned[len(y_tensors) :]

@@ -55,7 +55,16 @@ def aval(leaf: Any) -> Any:
     """What a trace may depend on: shape, strides, dtype and device of a tensor, the type and value of anything else."""
     if isinstance(leaf, torch.Tensor):
         return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
-    return (type(leaf), leaf)
+    return static(leaf)
+
+
+def static(leaf: Any) -> tuple[Any, ...]:
+    """A leaf that is no tensor, as (type, value, ...) that are equal only where programs may be shared.
+
+    >>> static(1) == static(True), static(0.0) == static(-0.0)
+    (False, False)
+    """
+    return (type(leaf), leaf, repr(leaf)) if isinstance(leaf, (float, complex)) else (type(leaf), leaf)
 
 
 def describe(leaves: Sequence[Any]) -> str:
