@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 
 VOCABULARY = 48
 
 _SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 8,
-    "num_attention_heads": 2, "max_position_embeddings": 64,
+    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2,
+    "max_position_embeddings": 64,
 }  # fmt: skip
 _GROUPED = {**_SHAPE, "num_key_value_heads": 1}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "output_router_logits": True}
@@ -20,27 +22,59 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", _GROUPED),
     "mistral": ("MistralConfig", {**_GROUPED, "sliding_window": 4}),
-    "qwen2": ("Qwen2Config", {**_GROUPED, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}),
+    "qwen2": ("Qwen2Config", {**_GROUPED, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
     "qwen3": ("Qwen3Config", {**_GROUPED, "head_dim": 8}),
     "qwen2-moe": ("Qwen2MoeConfig", {**_GROUPED, **_EXPERTS, "shared_expert_intermediate_size": 12}),
     "qwen3-moe": ("Qwen3MoeConfig", {**_GROUPED, **_EXPERTS, "head_dim": 8, "mlp_only_layers": [1]}),
     "mixtral": ("MixtralConfig", {**_GROUPED, "num_local_experts": 4, "output_router_logits": True}),
     "gemma": ("GemmaConfig", {**_GROUPED, "head_dim": 8}),
     "gemma2": ("Gemma2Config", {**_GROUPED, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}),
-    "gemma3": ("Gemma3TextConfig", {**_GROUPED, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}),
-    "gpt2": ("GPT2Config", {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 8, "n_head": 2, "n_positions": 64}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {**_GROUPED, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4, "sliding_window_pattern": 2},
+    ),
+    "gpt2": ("GPT2Config", {"vocab_size": VOCABULARY, "n_embd": 16, "n_head": 2, "n_positions": 64}),
     "gpt-neox": ("GPTNeoXConfig", _SHAPE),
 }
 
 
-def decoder(family: str, *, train: bool = False, seed: int = 0, **changes: Any) -> Any:
+#: what is split in 4 and 8 stages and run under every schedule
+ACCEPTANCE = ("llama", "qwen3", "qwen3-moe", "mixtral", "gemma", "gpt2")
+
+
+def decoder(family: str, layers: int = 8, *, train: bool = False, **changes: Any) -> Any:
     """A model of a family; ``changes`` go to its config. Dropout is off unless it trains."""
     name, shape = FAMILIES[family]
-    config = getattr(transformers, name)(**{**shape, **changes})
-    torch.manual_seed(seed)
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = getattr(transformers, name)(**{**ends, **shape, "num_hidden_layers": layers, **changes})
+    torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(config).train(train)
 
 
-def tokens(rows: int, length: int = 7, seed: int = 1) -> torch.Tensor:
+def tokens(rows: int, length: int = 7, seed: int = 1) -> Tensor:
     """Random token ids."""
     return torch.randint(0, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def unsplit(model: Any, microbatches: int, ids: Tensor, **side: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients by the model's own forward, loss and autograd, one microbatch after another.
+
+    A parameter's gradient stands under each of its names; frozen ones have none.
+    """
+    total = torch.zeros(())
+    for part in range(microbatches):
+        own = {name: value.chunk(microbatches)[part] for name, value in side.items()}
+        piece = ids.chunk(microbatches)[part]
+        total = total + model(input_ids=piece, labels=piece, use_cache=False, **own).loss / microbatches
+    leaves = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    unique = dict.fromkeys(leaves.values())
+    found = dict(zip(unique, torch.autograd.grad(total, list(unique)), strict=True))
+    return total.detach(), {name: found[p] for name, p in leaves.items()}
+
+
+def distance(grads: Iterable[dict[str, Tensor | None] | None], want: dict[str, Tensor]) -> float:
+    """Norm of the difference of all gradients, relative to the norm of all; names must be the same."""
+    own = {name: g for stage in grads for name, g in (stage or {}).items() if g is not None}
+    assert own.keys() <= want.keys()
+    difference = sum(float((g - want[name]).norm()) ** 2 for name, g in own.items())
+    return (difference / sum(float(want[name].norm()) ** 2 for name in own)) ** 0.5

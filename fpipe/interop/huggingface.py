@@ -55,16 +55,17 @@ def stages(
     config, traced = _config(model, experts)
     router = router_of(model) if _wants_aux(model, aux_loss) else None
     edges = [0, *first, len(layers)]
-    modules = [_hollow(model, inner, layers, lo, hi, len(layers), config) for lo, hi in pairwise(edges)]
+    last = len(edges) - 2
+    modules = [_hollow(model, layers, span, s == last, config) for s, span in enumerate(pairwise(edges))]
     owned = claims(model, [[n for n, _ in m.named_parameters(remove_duplicate=False)] for m in modules])
     _check_complete(model, owned)
     made = []
-    for (lo, hi), module, claim in zip(pairwise(edges), modules, owned, strict=True):
+    for s, ((lo, hi), module, claim) in enumerate(zip(pairwise(edges), modules, owned, strict=True)):
         label = f"{type(model).__name__}[{lo}:{hi}]"
-        part = DecoderPart(module, claim, layers=(lo, hi, len(layers)), router=router, name=label)
+        part = DecoderPart(module, claim, span=(lo, hi), last=s == last, router=router, name=label)
         expert = any(_is_experts(m) for layer in layers[lo:hi] for m in layer.modules())
         engine = None if traced or not expert else "eager"
-        made.append(part.stage(claim, engine=engine, aux_loss=router is not None and hi == len(layers)))
+        made.append(part.stage(claim, engine=engine, aux_loss=router is not None and s == last))
     return made, [claim.params for claim in owned]
 
 
@@ -142,14 +143,13 @@ class DecoderPart(Pure):
     """Some layers of a decoder as a stage function; the first also embeds, the last also ends in logits."""
 
     def __init__(
-        self, module: nn.Module, claim: Claim, *, layers: tuple[int, int, int], router: Router | None, name: str
+        self, module: nn.Module, claim: Claim, *, span: tuple[int, int], last: bool, router: Router | None, name: str
     ):
-        self.low, self.high, self.count = layers
-        self.router = router
+        self.first, self.last, self.router = span[0] == 0, last, router
         super().__init__(module, claim, sides=SIDES, state=(), name=name)
         self.inner = _anatomy(module)[0]
         self.prefix = next((f"{name}." for name, child in module.named_children() if child is self.inner), "")
-        self.entry = _entry(self.inner, self.low, self.high)
+        self.entry = _entry(self.inner, *span)
         self.rotary = [child for child in self.inner.children() if isinstance(child, _Rotary)]
         self.heard: list[torch.Tensor] = []
         if router is not None:
@@ -161,31 +161,30 @@ class DecoderPart(Pure):
         keywords = {name: side.get(name) for name in ("attention_mask", "position_ids")}
         keywords |= {"use_cache": False, "return_dict": True}
         keywords |= {} if self.router is None else {"output_router_logits": False}  # no loss of a few layers alone
-        if self.low == 0 and not hidden.is_floating_point():
+        if self.first and not hidden.is_floating_point():
             keywords["input_ids"] = hidden
         else:
             keywords["inputs_embeds"] = hidden
-            self.entry.value = hidden if self.low else None
-        last = self.high == self.count
+            self.entry.value = None if self.first else hidden
         for rotary in self.rotary:
             rotary.value = side.get("position_embeddings")
         try:
-            out = self._run(given, keywords, last)
+            out = self._run(given, keywords)
         finally:
             self.entry.value = None
             for rotary in self.rotary:
                 rotary.value = None
-        y = out.logits if last and self.prefix else out.last_hidden_state
+        y = out.logits if self.last and self.prefix else out.last_hidden_state
         if self.router is None:
             return y
         mask = keywords["attention_mask"]
         mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
         totals = self.router.add(totals or self.router.start(y.device), self.heard, mask)
         self.heard.clear()
-        return (y, self.router.loss(totals)) if last else (y, *totals)
+        return (y, self.router.loss(totals)) if self.last else (y, *totals)
 
-    def _run(self, given: dict[str, torch.Tensor], keywords: dict[str, Any], last: bool) -> Any:
-        if last:
+    def _run(self, given: dict[str, torch.Tensor], keywords: dict[str, Any]) -> Any:
+        if self.last:
             return functional_call(self.module, given, (), keywords, tie_weights=False)
         inside = {n.removeprefix(self.prefix): t for n, t in given.items() if n.startswith(self.prefix)}
         return functional_call(self.inner, inside, (), keywords, tie_weights=False)
@@ -289,10 +288,9 @@ def _config(model: nn.Module, experts: str | None) -> tuple[Any, bool]:
     return config, chosen == "batched_mm" or (chosen == "grouped_mm" and grouped)
 
 
-def _hollow(
-    model: nn.Module, inner: nn.Module, layers: nn.ModuleList, low: int, high: int, count: int, config: Any
-) -> nn.Module:
+def _hollow(model: nn.Module, layers: nn.ModuleList, span: tuple[int, int], last: bool, config: Any) -> nn.Module:
     """A clone of the model in which what lives on other stages is replaced by stand-ins."""
+    inner, (low, high) = _anatomy(model)[0], span
     instead: dict[nn.Module, nn.Module] = {layer: _Skip() for i, layer in enumerate(layers) if not low <= i < high}
     before = True
     for child in inner.children():
@@ -302,9 +300,9 @@ def _hollow(
             instead[child] = _Rotary(clone(child))
         elif before and low > 0:
             instead[child] = _Nothing() if isinstance(child, nn.Embedding) else _Skip()
-        elif not before and high < count:
+        elif not before and not last:
             instead[child] = _Skip()
-    if high < count:
+    if not last:
         instead |= {child: _Skip() for child in model.children() if child is not inner}
     made = clone(model, instead)
     for child in made.modules():
