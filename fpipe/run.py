@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .collectives.group import Group, Spec, Work
+from .collectives.group import Group, Work
 from .errors import ActionError, DeadlockError, FpipeError
 from .plan import Instruction, Plan
 
@@ -182,19 +182,12 @@ def _send(ins: Instruction, rank: int, group: Group) -> StepFn:
     send = group.send
 
     def step(r: Registers) -> None:
-        tensors = tuple(_laid_out(r[i], spec) for i, spec in zip(reads, specs, strict=True))
+        tensors = tuple([r[i] for i in reads])
         for i in frees:
             r[i] = None
-        send(tensors, rank, peer)
+        send(tensors, rank, peer, specs)
 
     return step
-
-
-def _laid_out(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """As the receiver expects it: a kernel may lay its result out otherwise than its description says."""
-    if tensor.stride() == spec.stride or tuple(tensor.shape) != spec.shape:
-        return tensor
-    return torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _recv(ins: Instruction, rank: int, group: Group) -> StepFn:

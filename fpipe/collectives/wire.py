@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MismatchError
-from .group import Spec, check_message
+from .group import Spec, check_message, contiguous
 
 #: Starts of tensors in a shared buffer: as torch aligns its own, since bits of a product may depend on it.
 ALIGN = 64
@@ -53,6 +53,16 @@ def layout(specs: tuple[Spec, ...]) -> tuple[Parcel, ...]:
     return tuple(parcels)
 
 
+@lru_cache(maxsize=4096)
+def plain(specs: tuple[Spec, ...]) -> bool:
+    """Whether a message is one contiguous tensor, which travels as it is.
+
+    >>> plain((Spec((2, 3), (3, 1), torch.float32),))
+    True
+    """
+    return len(specs) == 1 and specs[0].stored > 1 and specs[0].stride == contiguous(specs[0].shape)
+
+
 def pack(tensors: Sequence[Tensor], specs: tuple[Spec, ...], src: int, dst: int) -> list[Tensor]:
     """The flat buffers to send, one per parcel; checks every tensor against its Spec.
 
@@ -61,6 +71,8 @@ def pack(tensors: Sequence[Tensor], specs: tuple[Spec, ...], src: int, dst: int)
     [tensor([0., 1., 2., 3., 4., 5.])]
     """
     check_message(tensors, specs, src, dst)
+    if plain(specs):
+        return [lay_out(tensors[0], specs[0])]
     buffers = []
     for parcel in layout(specs):
         if len(parcel.items) == 1:
@@ -77,7 +89,9 @@ def pack(tensors: Sequence[Tensor], specs: tuple[Spec, ...], src: int, dst: int)
 
 
 def empty(specs: tuple[Spec, ...], device: torch.device) -> list[Tensor]:
-    """Flat buffers to receive a message into."""
+    """Buffers to receive a message into."""
+    if plain(specs):
+        return [torch.empty(specs[0].shape, dtype=specs[0].dtype, device=device)]
     return [
         torch.empty(parcel.bytes // parcel.dtype.itemsize, dtype=parcel.dtype, device=device)
         for parcel in layout(specs)
@@ -91,6 +105,8 @@ def unpack(buffers: Sequence[Tensor], specs: tuple[Spec, ...], device: torch.dev
     >>> unpack([torch.tensor([3, 4])], specs, torch.device("cpu"))
     (tensor([3, 4]), tensor([], size=(0, 3), dtype=torch.bool))
     """
+    if plain(specs):
+        return (buffers[0],)
     found: dict[int, Tensor] = {}
     for parcel, buffer in zip(layout(specs), buffers, strict=True):
         for index, start in parcel.items:
