@@ -98,11 +98,11 @@ def cast_like(xs: Tensors, others: Tensors) -> Tensors:
     return [x.to(y.dtype) for x, y in zip(xs, others, strict=True)]
 
 
-def copies(xs: Tensors, into: Tensors | None = None) -> Tensors:
-    """The same values in memory of our own, or of the caller's."""
+def copies(xs: Tensors, *, like: Tensors | None = None, into: Tensors | None = None) -> Tensors:
+    """The same values in memory of our own, laid out as ``like``, or in that of the caller."""
     if torch.is_grad_enabled():
         return [x.clone() for x in xs]
-    into = [torch.empty_like(x) for x in xs] if into is None else into
+    into = [torch.empty_like(x) for x in like or xs] if into is None else into
     if xs:
         torch._foreach_copy_(into, xs)
     return into

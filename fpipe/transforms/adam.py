@@ -19,7 +19,7 @@ from . import _foreach as F
 from ._base import State, Transform
 from ._labels import Mask, flags
 from ._places import Column, by_kind, count, places, recording, zeros
-from .scaling import Rate, decay, rate_at, weights_of
+from .scaling import Rate, decayed, rate_at, weights_of
 
 
 class AdamState(NamedTuple):
@@ -92,25 +92,20 @@ def _adam(now: _Now, ms: Column, vs: Column, gs: Column, ps: Column, on: Column)
     """The leaves of one device and dtype: updates, m and v."""
     if not ms:
         return [], [], []
-    dtype = ms[0].dtype
-    gs = F.cast(gs, dtype)
-    if dtype.is_complex:
-        real = [[torch.view_as_real(x) for x in column] for column in (ms, vs, gs)]
-        us, ms, vs = ([torch.view_as_complex(x) for x in column] for column in _moments(now, *real))
-    else:
-        us, ms, vs = _moments(now, ms, vs, gs)
-    if any(on):
-        us = decay(us, ps, on, -now.rate * now.decay, own=True)
+    us = decayed(ps, on, -now.rate * now.decay, ms)  # the updates start as the decay alone
+    columns = us, F.cast(gs, ms[0].dtype), ms, vs
+    if not ms[0].is_complex():
+        return _moments(now, *columns)
+    real = _moments(now, *([torch.view_as_real(x) for x in column] for column in columns))
+    us, ms, vs = ([torch.view_as_complex(x) for x in column] for column in real)
     return us, ms, vs
 
 
-def _moments(now: _Now, ms: Column, vs: Column, gs: Column) -> tuple[Column, Column, Column]:
-    fused = now.fused if now.fused is not None else ms[0].device.type in F.FUSED_DEVICES
-    us = [torch.zeros_like(m) for m in ms]
+def _moments(now: _Now, us: Column, gs: Column, ms: Column, vs: Column) -> tuple[Column, Column, Column]:
+    fused = now.fused if now.fused is not None else us[0].device.type in F.FUSED_DEVICES
     if fused and not torch.is_grad_enabled():
-        ms, vs = (F.laid_out(x if now.donate else F.copies(x), us) for x in (ms, vs))
-        gs = F.laid_out(gs, us)
-        F.fused_adam(us, gs, ms, vs, now.step, now.rate, now.betas, now.eps)
+        ms, vs = (F.laid_out(x, us) if now.donate else F.copies(x, like=us) for x in (ms, vs))
+        F.fused_adam(us, F.laid_out(gs, us), ms, vs, now.step, now.rate, now.betas, now.eps)
         return us, ms, vs
     steps, (beta1, beta2) = float(now.step.item()), now.betas
     ms = F.lerp(ms, gs, 1 - beta1, own=now.donate)

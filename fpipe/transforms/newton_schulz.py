@@ -14,6 +14,7 @@ depend on which stages live on the same rank. Knows no ranks.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -88,8 +89,8 @@ def muon(
             return [decay(us, ps, on, -rate * weight_decay, own=True) if any(on) else us]
 
         with recording(at.leaves):
-            how = momentum, nesterov, donate
-            ms, us = by_kind(lambda *columns: _averaged(*columns, *how), at.of(state.m, "the state"), at.leaves)
+            average = partial(_averaged, momentum=momentum, nesterov=nesterov, donate=donate)
+            ms, us = by_kind(average, at.of(state.m, "the state"), at.leaves)
             us = _orthogonal(at.tree(us), coefficients, steps, eps)
             rates = [-rate * _adjusted(u.shape, adjust) for u in us]
             us = by_kind(finish, us, rates, weights, on)[0]
@@ -98,7 +99,7 @@ def muon(
     return Transform(init, update)
 
 
-def _averaged(ms: Column, gs: Column, momentum: float, nesterov: bool, donate: bool) -> tuple[Column, Column]:
+def _averaged(ms: Column, gs: Column, *, momentum: float, nesterov: bool, donate: bool) -> tuple[Column, Column]:
     gs = F.cast_like(gs, ms)
     ms = F.lerp(ms, gs, 1 - momentum, own=donate)
     return ms, F.lerp(gs, ms, momentum) if nesterov else ms

@@ -95,8 +95,9 @@ def clip_by_global_norm(
         with recording(at.leaves):
             norm = global_norm(grads, over=over, p=p, exact=exact, tied=tied, shards=shards)
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            clipped = scaled(at.leaves, factor)
-        return at.tree(clipped), ClipState(norm.detach())
+            if factor.device.type == "cpu" and factor.item() == 1:  # elsewhere to ask would be to wait
+                return grads, ClipState(norm.detach())
+            return at.tree(scaled(at.leaves, factor)), ClipState(norm.detach())
 
     return Transform(init, update)
 
@@ -147,7 +148,7 @@ def _shares(
         start = len(picked)
         picked += [leaf for leaf in places(part).leaves if leaf.numel()]
         ends[stage] = (start, len(picked))
-    each = [_exact(leaf, p) for leaf in picked] if exact else by_kind(lambda xs: [F.norms(xs, p)], picked)[0]
+    each = _exact(picked, p) if exact else by_kind(lambda xs: [F.norms(xs, p)], picked)[0]
     return {stage: _joined(each[start:end], p, device) for stage, (start, end) in ends.items()}
 
 
@@ -166,18 +167,21 @@ def _joined(norms: list[Tensor], p: float, device: torch.device) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([norm.to(device, dtype) for norm in norms]), p)
 
 
-def _exact(leaf: Tensor, p: float) -> Tensor:
-    """A norm by rows of one length: each is added up by one thread, and the order is that of the elements."""
-    flat = leaf.reshape(-1)
+def _exact(leaves: list[Tensor], p: float) -> list[Tensor]:
+    """Norms by rows of one length: each is added up by one thread, and the order is that of the elements."""
+    return [_by_rows(leaf.reshape(-1), p) for leaf in leaves]
+
+
+def _by_rows(flat: Tensor, p: float) -> Tensor:
     dtype = torch.float32 if flat.dtype in (torch.float16, torch.bfloat16) else None
-    while True:
+    while flat.numel() > _ROW:
         whole = flat.numel() // _ROW * _ROW
-        parts = [torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), p, dim=1, dtype=dtype)] if whole else []
+        rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), p, dim=1, dtype=dtype)
         if whole < flat.numel():
-            parts.append(torch.linalg.vector_norm(flat[whole:], p, dtype=dtype).reshape(1))
-        flat, dtype = torch.cat(parts), None
-        if flat.numel() == 1:
-            return flat.reshape(())
+            tail = torch.linalg.vector_norm(flat[whole:], p, dtype=dtype)
+            rows = torch.cat([rows, tail.reshape(1)])
+        flat, dtype = rows, None
+    return torch.linalg.vector_norm(flat, p, dtype=dtype)
 
 
 def _over_shards(share: Tensor, p: float, shards: Group) -> Tensor:

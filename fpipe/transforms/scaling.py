@@ -124,6 +124,12 @@ def decay(xs: Column, params: Column, on: Column, rate: float, *, own: bool = Fa
     return [next(moved) if flag else x for x, flag in zip(xs, on, strict=True)]
 
 
+def decayed(params: Column, on: Column, rate: float, others: Column) -> Column:
+    """``rate * param`` where it is on, and zeros elsewhere, in the dtype of the others."""
+    moved = iter(F.mul(F.cast(_where(params, on), others[0].dtype), rate))
+    return [next(moved) if flag else torch.zeros_like(x) for x, flag in zip(others, on, strict=True)]
+
+
 def _where(column: Column, on: Column) -> Column:
     return [x for x, flag in zip(column, on, strict=True) if flag]
 
