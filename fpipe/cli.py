@@ -26,7 +26,9 @@ from .schedule import Schedule
 from .simulate import Costs
 
 #: name -> (module:command, the line that `fpipe --help` shows): commands of other modules, loaded when they are run
-ELSEWHERE: dict[str, tuple[str, str]] = {}
+ELSEWHERE: dict[str, tuple[str, str]] = {
+    "doctor": ("fpipe._doctor:command", "What this machine's backend gets wrong, and what is done about it."),
+}
 
 MOST = 1_000_000  # ranks x microbatches
 

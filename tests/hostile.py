@@ -175,10 +175,10 @@ def _facts(what: str, dtypes: str, status: Status) -> Fact:
 PROFILES: dict[type[Gloo], tuple[Fact, ...]] = {
     RefusesAvg: (_facts("avg", ALL, REFUSED),),
     DividesTwice: (_facts("avg", ALL, WRONG),),
-    MaxIsSum: (_facts("max min", ALL, WRONG),),
+    MaxIsSum: (_facts("max", ALL.removesuffix(" bool"), WRONG), _facts("min", ALL, WRONG)),
     BatchZeros: (_facts("batch", "", WRONG),),
     ReceiveFirstBlocks: (_facts("early", "", WRONG),),
-    StrictPairs: (_facts("crossed", "", WRONG),),
+    StrictPairs: (_facts("crossed batch", "", WRONG),),
     IgnoresTags: (_facts("tags", "", WRONG),),
     FewDtypes: (_facts("p2p sum avg max min", "half fp8 complex odd bool", REFUSED),),
 }

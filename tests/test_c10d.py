@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import hostile
 from fpipe import launch
+from fpipe._doctor import command, probe, visit
 from fpipe.collectives.c10d import C10dGroup
 from fpipe.collectives.group import Group, Spec
 from fpipe.collectives.setup import adopt, init
@@ -56,8 +57,8 @@ def test_gloo_conforms(ranks: int):
 
 
 # ---- hostile backends -----------------------------------------------------------------------------------------------
-def _hostile() -> dict[str, tuple[object, object]]:
-    """profile -> (what came of the raw call, what came of the suite through fpipe)."""
+def _hostile() -> dict[str, tuple[object, object, object]]:
+    """profile -> (what came of the raw call, what came of the suite through fpipe, where the doctor was surprised)."""
     dist.init_process_group("gloo")
     hostile.register()
     rank = dist.get_rank()
@@ -69,18 +70,20 @@ def _hostile() -> dict[str, tuple[object, object]]:
             adapted: object = len(conform(through))
         except Exception as error:
             adapted = f"{error!r} {getattr(error, '__notes__', '')}"
+        asked = [(f.what, f.dtypes, f.said == "right", f.beside(through.can)) for f in probe(through)]
+        seen = [answer for answer in asked if answer[2:] in ((False, "native"), (True, "wrong"))]
         through.close()
         raw = dist.new_group(backend=name)  # of its own: some never recover
         try:
-            found[name] = hostile.RAW[profile](raw, rank), adapted  # type: ignore[arg-type]
+            found[name] = hostile.RAW[profile](raw, rank), adapted, seen  # type: ignore[arg-type]
         except RuntimeError as error:
-            found[name] = str(error), adapted
+            found[name] = str(error), adapted, seen
         dist.barrier()
     return found
 
 
 @pytest.fixture(scope="module")
-def hostilities() -> list[dict[str, tuple[object, object]]]:
+def hostilities() -> list[dict[str, tuple[object, object, object]]]:
     return launch(_hostile, ranks=2, timeout=100)
 
 
@@ -89,6 +92,7 @@ def test_hostile_backends_are_right_through_fpipe_and_wrong_without(hostilities,
     raw = [found[profile][0] for found in hostilities]
     adapted = [found[profile][1] for found in hostilities]
     assert adapted == [len(CASES)] * 2
+    assert [found[profile][2] for found in hostilities] == [[]] * 2, "the doctor sees otherwise than the table says"
     assert raw != [True, True], "the profile does no harm, so that the adaptor shows nothing"
 
 
@@ -167,3 +171,15 @@ def test_processes_that_cannot_meet(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(GroupError, match=r"could not meet .*RANK.* check RANK, WORLD_SIZE"):
         init(device="cpu")
     assert os.environ["WORLD_SIZE"] == "2"
+
+
+# ---- the doctor -----------------------------------------------------------------------------------------------------
+def test_the_doctor_knows_gloo():
+    reports = launch(visit, ranks=2, timeout=60)
+    assert str(reports[0]) == str(reports[1])
+    told = str(reports[0])
+    assert "device    cpu (CPU)" in told
+    assert "mean of integers, int16 and wide unsigned, bools: refused with a word" in told
+    assert "NOT KNOWN BEFORE" not in told
+    assert not any(finding.surprises(reports[0].can) for finding in reports[0].findings)
+    assert command.name == "doctor"

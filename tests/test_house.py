@@ -55,6 +55,8 @@ FLOORS = (
     ("calls",),
     ("_pipeline",),
     ("transforms", "interop", "testing", "_launch"),
+    ("_doctor",),
+    ("_doctor",),
     ("cli",),
     ("__main__",),
 )

@@ -49,7 +49,7 @@ class C10dGroup:
         self.pg = pg
         self._back = back or pg
         self._device = device
-        self._can, self._cpu = capabilities, cpu
+        self.can, self.cpu = capabilities, cpu
         self._watch = Watch(store, self.rank, self.size, timeout)
         self._meeting = Meeting(store, self.rank, self.size, timeout, self._watch)
         self._limit = timedelta(seconds=timeout)
@@ -64,7 +64,12 @@ class C10dGroup:
         self._as_bytes = {dtype: road(capabilities, dtype, cpu).bytes for dtype in _DTYPES}
 
     def __repr__(self) -> str:
-        return f"rank {self.rank} of {self.size} on {self._device} over {self._can.backend}"
+        return f"rank {self.rank} of {self.size} on {self._device} over {self.can.backend}"
+
+    @property
+    def backend(self) -> str:
+        """The backend that carries this device's tensors."""
+        return self.can.backend
 
     def device(self, rank: int) -> torch.device:
         """This rank's device; the others are taken to be of the same type."""
@@ -159,9 +164,9 @@ class C10dGroup:
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """By a way that gives the right result on this backend."""
         self._watch.check()
-        on_cpu = tensor.device.type == "cpu" and self._cpu is not None
-        can = self._cpu if on_cpu and self._cpu is not None else self._can
-        way = reduction(can, op, tensor.dtype, self._cpu)
+        on_cpu = tensor.device.type == "cpu" and self.cpu is not None
+        can = self.cpu if on_cpu and self.cpu is not None else self.can
+        way = reduction(can, op, tensor.dtype, self.cpu)
         with self._watch.talking(None, f"for the {op} over"):
             return all_reduce(tensor, way, self.pg, self._wait)
 
@@ -175,7 +180,7 @@ class C10dGroup:
         self._meeting.gather(None)
 
     def _through_cpu(self, what: str) -> bool:
-        return self._staged or (self._cpu is not None and not self._can.can(what, torch.uint8))
+        return self._staged or (self.cpu is not None and not self.can.can(what, torch.uint8))
 
     # ---- faults -------------------------------------------------------------------------------------------------
     def journal(self, rank: int, text: str) -> None:
