@@ -27,7 +27,7 @@ TOKENS = torch.randint(5, (2, 3))
 CONSTANT = torch.randn(3)
 
 
-# ---- the reference ----------------------------------------------------------------------------------------------------
+# ---- the reference --------------------------------------------------------------------------------------------------
 def tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
@@ -81,7 +81,7 @@ def agree(fn: Callable[..., Any], p: Any, x: Any, **side: Any) -> Programs:
     return programs
 
 
-# ---- functions of every kind ------------------------------------------------------------------------------------------
+# ---- functions of every kind ----------------------------------------------------------------------------------------
 def mutates_its_input(p, x):
     x.add_(p[0])
     return x * x
@@ -204,7 +204,7 @@ def test_side_inputs():
     agree(attend, WIDE, torch.randn(2, 2, 3, 4), mask=torch.ones(3, 3).tril().bool())
 
 
-# ---- the cut ----------------------------------------------------------------------------------------------------------
+# ---- the cut --------------------------------------------------------------------------------------------------------
 def tanh_layer(p, x):
     return torch.tanh(x @ p["w"] + p["b"])
 
@@ -297,7 +297,7 @@ def test_code_can_be_read():
     assert "tanh" in programs.forward.code
 
 
-# ---- custom functions and collectives ---------------------------------------------------------------------------------
+# ---- custom functions and collectives -------------------------------------------------------------------------------
 class OldStyle(torch.autograd.Function):
     """forward and backward that share ctx, as torch.func would refuse it."""
 
@@ -357,7 +357,7 @@ def test_functional_collectives_trace(process_group: Any):
     agree(exchange, EYE, X)
 
 
-# ---- remat ------------------------------------------------------------------------------------------------------------
+# ---- remat ----------------------------------------------------------------------------------------------------------
 class Count(TorchDispatchMode):
     """How often an operation runs."""
 
@@ -410,7 +410,7 @@ def test_remat_keeps_its_draws():
     assert programs.f.random and not (programs.b.random or programs.i.random or programs.w.random)
 
 
-# ---- what is refused --------------------------------------------------------------------------------------------------
+# ---- what is refused ------------------------------------------------------------------------------------------------
 def experts_that_were_hit(p, x):
     out = torch.zeros_like(x)
     for expert in (x > 0).any(0).nonzero().flatten():
@@ -521,7 +521,7 @@ def test_an_auxiliary_loss_that_is_none_is_refused(fn: Any, told: str):
         trace(fpipe.Stage(fn, aux_loss=True), EYE, X)
 
 
-# ---- traces are made once ---------------------------------------------------------------------------------------------
+# ---- traces are made once -------------------------------------------------------------------------------------------
 def test_one_trace_serves_all_stages_and_calls():
     runs = 0
 
@@ -573,7 +573,7 @@ def test_autocast_around_a_trace_is_part_of_it():
     assert plain.dtype is torch.float32 and cast.dtype is torch.bfloat16
 
 
-# ---- compilers --------------------------------------------------------------------------------------------------------
+# ---- compilers ------------------------------------------------------------------------------------------------------
 def compiles(backend: str) -> None:
     stage = fpipe.Stage(tanh_layer, compile=backend)
     plain, made = trace(tanh_layer, LAYER, X), trace(stage, LAYER, X)
