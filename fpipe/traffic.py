@@ -17,6 +17,10 @@ from .route import Key, Out
 from .simulate import Costs, simulate_rows
 
 
+#: Where all ranks follow one order, sends that may be under way to one rank.
+_BEHIND = 2
+
+
 class Channel:
     """Messages from one rank, in the order in which they come: their keys, their specs and where they are made."""
 
@@ -47,7 +51,9 @@ class Traffic:
         self._places: dict[int, dict[tuple[int, int], int]] = {}
         self.channels = self._incoming()
         self.place = 0
-        if job.strict:
+        # Forwards alone bring no word back of what has arrived: there, too, one order of all ranks says it.
+        self.ordered = job.strict or (job.wired and not job.training)
+        if self.ordered:
             self._follow()
 
     # ---- who sends what to whom ---------------------------------------------------------------------------------
@@ -128,9 +134,9 @@ class Traffic:
                 self._post(channel, channel.had + self.job.ahead)
 
     def before(self, place: int) -> None:
-        """On a strict group, post what others send before the action at ``place`` of this rank's row starts."""
+        """Where one order is followed, post what others send before the action at ``place`` of this row starts."""
         self.place = place
-        if self.job.strict:
+        if self.ordered:
             self._post_until((self._times[place][0], self.placement.ranks))
 
     def _post_until(self, moment: tuple[float, int]) -> None:
@@ -139,7 +145,7 @@ class Traffic:
             self._post(self._by_rank[src], number + 1)
 
     def _follow(self) -> None:
-        """Lay out one order of all ranks, for a strict group.
+        """Lay out one order of all ranks.
 
         It is the simulator's at unit cost: a message stands at the end of the action that makes it, messages of one
         moment by sender. Every rank posts and sends in this order, so the first event of it that is not over can always
@@ -191,7 +197,7 @@ class Traffic:
     def send(self, action: Action, stage: int, fact: str) -> None:
         """Send what a fact of a stage gives to other ranks."""
         going = self.outgoing(stage, fact, action.microbatch)
-        if going and self.job.strict:
+        if going and self.ordered:
             self._post_until((self._times[self.place][1], self.rank))
         for rank, outs in going:
             keys = tuple((o.stage, action.microbatch, o.name) for o in outs)
@@ -199,7 +205,13 @@ class Traffic:
             self.out.append(Step("SEND", action, reads=keys, peer=rank, avals=specs))
             if self.job.wired:
                 needed = max(self._reads_at(rank, s, fact, action.microbatch) for out in outs for s in out.readers)
-                self.under_way.setdefault(rank, deque()).append(needed)
+                waiting = self.under_way.setdefault(rank, deque())
+                waiting.append(needed)
+                if self.ordered and len(waiting) > _BEHIND:
+                    # In the common order the older message comes before this one, so its receiver asks for it without
+                    # needing anything that this rank does later.
+                    waiting.popleft()
+                    self.out.append(Step("SETTLE", peer=rank, number=1))
 
     def _reads_at(self, rank: int, stage: int, fact: str, mb: int) -> int:
         """Where in a rank's row a stage has certainly had what it reads of a microbatch; -1 if it is not there."""
