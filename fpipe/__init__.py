@@ -32,6 +32,9 @@ _TABLE = {
     "stage": "Programs Stage remat",
     "tracing": "trace",
     "timeline": "Timeline",
+    "transforms": "Transform accumulate adamw add_noise apply_updates cast chain clip_by_global_norm clip_by_value"
+    " dynamic_loss_scale ema from_torch global_norm identity lion masked mean_over muon partition scale"
+    " scale_by_schedule sgd skip_nonfinite sum_tied weight_decay",
 }
 #: modules and packages that are public by their own name, as in ``fpipe.errors``
 _MODULES = "devices errors interop testing"
@@ -84,6 +87,31 @@ if TYPE_CHECKING:
     from .stage import remat as remat
     from .timeline import Timeline as Timeline
     from .tracing import trace as trace
+    from .transforms import Transform as Transform
+    from .transforms import accumulate as accumulate
+    from .transforms import adamw as adamw
+    from .transforms import add_noise as add_noise
+    from .transforms import apply_updates as apply_updates
+    from .transforms import cast as cast
+    from .transforms import chain as chain
+    from .transforms import clip_by_global_norm as clip_by_global_norm
+    from .transforms import clip_by_value as clip_by_value
+    from .transforms import dynamic_loss_scale as dynamic_loss_scale
+    from .transforms import ema as ema
+    from .transforms import from_torch as from_torch
+    from .transforms import global_norm as global_norm
+    from .transforms import identity as identity
+    from .transforms import lion as lion
+    from .transforms import masked as masked
+    from .transforms import mean_over as mean_over
+    from .transforms import muon as muon
+    from .transforms import partition as partition
+    from .transforms import scale as scale
+    from .transforms import scale_by_schedule as scale_by_schedule
+    from .transforms import sgd as sgd
+    from .transforms import skip_nonfinite as skip_nonfinite
+    from .transforms import sum_tied as sum_tied
+    from .transforms import weight_decay as weight_decay
 else:
     __all__ = sorted({*_FACE, *_MODULES.split()})
 

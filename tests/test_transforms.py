@@ -16,12 +16,12 @@ import split_world
 from fpipe import transforms as T
 from fpipe.errors import TransformError
 
-STAGES, STEPS = 6, 4
-TIED = (("0.wte", "5.wte"),)
+STAGES, STEPS = 8, 4
+TIED = (("0.wte", "7.wte"),)
 
 
 def model(seed: int = 0, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> list[Any]:
-    """Six stages; the last one's embedding is the first one's."""
+    """Eight stages; the last one's embedding is the first one's."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -348,6 +348,9 @@ def test_misfit_trees_are_told():
         tx.update([{"w": torch.ones(1)}, None], state, [{"w": None}, None])
     with pytest.raises(TransformError, match="the state does not have the form of the gradients"):
         tx.update([{"v": torch.ones(1)}, None], state, params)
+    with pytest.raises(TransformError, match="the state does not have the form") as caught:
+        tx.update(params, state._replace(m=[torch.ones(999)]), params)
+    assert "tensor" not in str(caught.value)
     with pytest.raises(TransformError, match="needs the parameters"):
         tx.update([{"w": torch.ones(1)}, None], state)
     with pytest.raises(TransformError, match="params does not have the form"):

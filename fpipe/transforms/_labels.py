@@ -12,7 +12,7 @@ import optree
 
 from ..errors import TransformError
 from ..tree import Tree, matches, names
-from ._places import Places
+from ._places import Places, brief
 
 #: a function of the parameters, patterns such as ``["*.norm", "0.*"]``, or a tree of bools (a prefix will do)
 Mask: TypeAlias = Callable[[Tree], Any] | Sequence[str] | Tree
@@ -77,6 +77,6 @@ def _spread(words: Any, tree: Tree) -> Tree:
         return optree.tree_broadcast_prefix(words, tree)  # type: ignore[arg-type]
     except ValueError as error:
         raise TransformError(
-            f"these labels do not fit the parameters: {error}; give a function of the parameters, patterns of names "
-            f"such as '0.*' or '*.norm', or a tree with a label wherever the parameters have a leaf or a subtree"
+            f"these labels do not fit the parameters: {brief(error)}; give a function of the parameters, patterns of "
+            f"names such as '0.*' or '*.norm', or a tree with a label wherever the parameters have a leaf or a subtree"
         ) from error

@@ -7,6 +7,7 @@ records. It knows nothing of ranks or of any single transform.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -64,7 +65,7 @@ class Places(NamedTuple):
             return self.spec.flatten_up_to(other)
         except ValueError as error:
             raise TransformError(
-                f"{what} does not have the form of the gradients: {error}; pass the trees of one pipeline, "
+                f"{what} does not have the form of the gradients: {brief(error)}; pass the trees of one pipeline, "
                 f"each with one entry per stage"
             ) from error
 
@@ -79,6 +80,15 @@ def places(tree: Tree) -> Places:
     column, spec = optree.tree_flatten(tree, none_is_leaf=True)
     where = [index for index, leaf in enumerate(column) if leaf is not None]
     return Places(spec, where, [column[index] for index in where])
+
+
+def brief(error: Exception) -> str:
+    """What optree says of two trees, without the tensors in them.
+
+    >>> brief(ValueError("list arity mismatch; expected: 2, got: 1; list: [tensor([1., 2.])]."))
+    'list arity mismatch; expected: 2, got: 1'
+    """
+    return re.split(r"; \w+: [\[({]|, got (?:tensor|[\[({])", str(error))[0].rstrip(".")[:300]
 
 
 def by_kind(kernel: Callable[..., Sequence[Column]], first: list[Tensor], *rest: Column) -> list[Column]:
