@@ -17,7 +17,6 @@ from torch import fx
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
@@ -30,7 +29,7 @@ from .stage import Aval, Held
 
 _DATA = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 #: What torch says of code that runs on real tensors and not on fake ones.
-_UNTRACEABLE = (".numpy()", "symbolically trace", "fake impl", "faketensor", "fake tensor", "meta tensors")
+_UNTRACEABLE = (".numpy()", "symbolically trace", "fake impl", "data pointer", "meta kernel", "meta tensors")
 _T = torch.ops.aten.t.default
 _IDENTITY = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
@@ -241,11 +240,6 @@ def where(error: BaseException) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename.replace("\\", "/")]
     frames = [f for f in frames if "/fpipe/" not in f.filename.replace("\\", "/") and "<fpipe" not in f.filename]
     return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
-
-
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no data."""
-    return isinstance(tensor, FakeTensor)
 
 
 def wrapped(tensor: torch.Tensor) -> bool:

@@ -55,7 +55,8 @@ class Pipeline:
         tied: Sequence[Sequence[str]], outputs: Outputs, accumulate: torch.dtype | None, engine: Engine,
         compile: str | None,
     ):  # fmt: skip
-        self.loss, self.microbatches, self.group = loss, microbatches, group
+        self.loss = loss if loss is None or engine == "trace" else _settled(as_stage(loss), engine, None)
+        self.microbatches, self.group = microbatches, group
         self.reduction, self.seed, self.outputs, self.accumulate = reduction, seed, outputs, accumulate
         made = [as_stage(stage) for stage in stages]
         self.functions = tuple(_settled(stage, engine, compile) for stage in made)
@@ -105,7 +106,7 @@ class Pipeline:
 
     def recipe(self, has_aux: bool) -> Recipe:
         """What the cold path needs."""
-        return Recipe(self.functions, self.loss, has_aux, self.group, self.tied, self.accumulate)
+        return Recipe(self.functions, self.loss, has_aux, self.group, self.tied, self.accumulate, self.frozen)
 
     @cached_property
     def sides(self) -> tuple[tuple[str, ...], ...]:
@@ -209,7 +210,8 @@ def pipeline(
 
 
 def _settled(stage: Stage, engine: Engine, compile: str | None) -> Stage:
-    return replace(stage, engine=stage.engine or engine, compile=stage.compile or compile)
+    engine = stage.engine or engine
+    return replace(stage, engine=engine, compile=stage.compile or (compile if engine == "trace" else None))
 
 
 def _ties(stages: Sequence[Stage], tied: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:

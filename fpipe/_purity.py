@@ -83,6 +83,11 @@ class guarding(TorchDispatchMode):  # noqa: N801  (used as a function)
         return out
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no data."""
+    return isinstance(tensor, FakeTensor)
+
+
 def _storage(value: Any) -> int | None:
     """What memory a plain tensor stands on; ``None`` for anything else."""
     plain = isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter)

@@ -6,6 +6,7 @@ to learn the faces of stages that live elsewhere.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,7 +17,7 @@ import torch
 
 from . import tree
 from ._version import __version__
-from .agreeing import agree, together
+from .agreeing import agree, tag_of, together
 from .collectives.group import Group, Spec, contiguous
 from .errors import MismatchError, StageError
 from .lower import lower
@@ -24,10 +25,11 @@ from .plan import Job, Kinds, Plan
 from .route import Face, Wires
 from .run import Bound, Options, bind
 from .schedule import Schedule
-from .stage import Aval, Programs, Stage, keyword_only
+from .stage import Aval, Programs, Stage, as_stage, keyword_only
 from .tracing import Signature, programs_of
 
 Leaf = Any  # an Aval, or (type, value)
+_NOTHING = tree.flatten(None)[1]
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class Resolved:
     faces: tuple[tuple[Face, ...], ...]  # by kind
     loss: tuple[Programs | None, ...]  # by kind
     random: bool
+    tag: int = 0  # of what every rank must have agreed on
 
     @property
     def plans(self) -> dict[int, Plan]:
@@ -101,16 +104,20 @@ class Recipe:
     group: Group
     tied: tuple[tuple[str, ...], ...]
     wide: torch.dtype | None
+    frozen: tuple[str, ...] = ()
     check: Callable[..., None] | None = None
 
 
 def resolve(recipe: Recipe, request: Request) -> Resolved:
     """Trace, exchange faces, lower and bind."""
     here = recipe.group.here
-    agree(recipe.group, _facts(recipe, request), lambda fact: str(request.schedule) if fact == "schedule" else "")
+    facts = _facts(recipe, request)
+    agree(recipe.group, facts, lambda fact: str(request.schedule) if fact == "schedule" else "")
     kinds = [_Kind(recipe, request, index) for index in range(len(request.kinds))]
     _exchange(recipe, request, kinds)
     training = request.mode != "forward"
+    if kinds:
+        _check_frozen(recipe, kinds[0].faces)
     bound, jobs = {}, {}
     for rank in here:
         made = tuple(kind.for_rank(rank) for kind in kinds)
@@ -125,7 +132,9 @@ def resolve(recipe: Recipe, request: Request) -> Resolved:
         options = Options(wide=recipe.wide, check=recipe.check, device=recipe.group.device(rank))
         bound[rank] = bind(plan, recipe.group, options)
     random = any(ins.program is not None and ins.program.random for b in bound.values() for ins in b.plan.instructions)
-    return Resolved(request, bound, jobs, tuple(tuple(k.faces) for k in kinds), tuple(k.loss for k in kinds), random)
+    return Resolved(
+        request, bound, jobs, tuple(tuple(k.faces) for k in kinds), tuple(k.loss for k in kinds), random, tag_of(facts)
+    )
 
 
 def _facts(recipe: Recipe, request: Request) -> dict[str, str | None]:
@@ -236,11 +245,21 @@ def _programs(stage: Stage, groups: Sequence[Group1], device: torch.device, inde
     try:
         return programs_of(stage, Signature(tuple(g.spec for g in groups), leaves))
     except StageError as error:
-        if index is None or getattr(error, "told", False):
+        if getattr(error, "told", False):
             raise
-        error.args = (f"stage {index}: {error}",)
+        error.args = (_told(str(error), groups[0], index),)
         error.told = True  # type: ignore[attr-defined]
         raise
+
+
+def _told(text: str, params: Group1, index: int | None) -> str:
+    """What went wrong with a stage, or with the loss, and where what it was given comes from."""
+    text = text.replace("FakeTensor", "Tensor")
+    if index is None:
+        return text.replace("stage ", "the loss ", 1)
+    hints = ["its parameters are None: give params one entry per stage"] if params.spec == _NOTHING else []
+    hints += [f"its input is what stage {index - 1} returns"] if index else []
+    return f"stage {index}: {text}" + (f" ({'; '.join(hints)})" if hints else "")
 
 
 def _on(leaf: Leaf, device: torch.device) -> Leaf:
@@ -264,7 +283,12 @@ def _check_scalar(stage: Stage, loss: Programs) -> None:
 @lru_cache(maxsize=256)
 def loss_stage(loss: Callable[..., Any], has_aux: bool) -> Stage:
     """A loss as a stage without parameters whose input is (output, *targets)."""
+    own = as_stage(loss)
+    like = None if own.like is None else _called(own.like, has_aux)
+    return Stage(_called(own.fn, has_aux), name=own.label, engine=own.engine, like=like)
 
+
+def _called(loss: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
     def call(_: Any, x: tuple[Any, ...], **side: Any) -> Any:
         made = loss(*x, **side)
         if not has_aux:
@@ -273,9 +297,7 @@ def loss_stage(loss: Callable[..., Any], has_aux: bool) -> Stage:
             raise StageError(f"with has_aux=True the loss must return (scalar, aux), not {type(made).__name__}")
         return made[0], tree.tree_map(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, made[1])
 
-    call.__qualname__ = getattr(loss, "__qualname__", type(loss).__name__)
-    engine = loss.engine if isinstance(loss, Stage) else None
-    return Stage(call, name=call.__qualname__, engine=engine)
+    return call
 
 
 def loss_sides(loss: Callable[..., Any] | None) -> tuple[str, ...]:
@@ -305,6 +327,15 @@ def _exchange(recipe: Recipe, request: Request, kinds: Sequence[_Kind]) -> None:
     for kind in kinds:
         if request.mode != "vjp" or recipe.loss is not None:
             kind.trace_loss()
+
+
+def _check_frozen(recipe: Recipe, faces: Sequence[Face]) -> None:
+    """A pattern that fits no leaf would leave what it should have frozen to be trained."""
+    names = [f"{stage}.{leaf}" for stage, face in enumerate(faces) for leaf in face.leaves]
+    for pattern in recipe.frozen:
+        if not any(tree.matches(name, [pattern]) for name in names):
+            near = ", ".join(difflib.get_close_matches(pattern, names, 3, 0.3) or names[:3])
+            raise StageError(f"frozen={pattern!r} fits no leaf of the parameters; they are called like {near}")
 
 
 def _ties(

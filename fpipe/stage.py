@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from . import tree
 from .errors import StageError
@@ -30,7 +32,9 @@ class Stage:
     ``(y, state)``. ``engine`` and ``compile`` override the pipeline's. ``frozen`` names parameter leaves (dotted paths
     within the stage, shell patterns) that get no gradient; ``ties`` pairs a leaf's path with the name of a group whose
     members, across stages, are one parameter. ``initial_state`` is where the state starts; where a stage has several homes,
-    each carries the state over its own microbatches, and that of the first home comes back.
+    each carries the state over its own microbatches, and that of the first home comes back. ``like`` tells, for
+    ``engine="eager"`` and a function that looks at its data, what it returns: a function of the same arguments whose
+    result has the same structure, shapes and dtypes (``lambda p, x: x`` for most blocks).
 
     >>> Stage(lambda p, x: (x, x.sum()), aux_loss=True).aux_loss
     True
@@ -45,6 +49,7 @@ class Stage:
     ties: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
     name: str = field(default="", kw_only=True)
     initial_state: Any = field(default=None, kw_only=True, compare=False)
+    like: Callable[..., Any] | None = field(default=None, kw_only=True)
 
     def __call__(self, *args: Any, **side: Any) -> Any:
         return self.fn(*args, **side)
@@ -83,6 +88,10 @@ def keyword_only(fn: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
 
 
+#: Whether the eager engine is recording a graph, in which a part under ``remat`` must be a checkpoint.
+RECORDING: ContextVar[bool] = ContextVar("RECORDING", default=False)
+
+
 class Remat:
     """A function whose inside is computed again in the backward rather than saved; see ``remat``."""
 
@@ -92,6 +101,8 @@ class Remat:
         self.__qualname__ = getattr(fn, "__qualname__", type(fn).__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if RECORDING.get():
+            return checkpoint(partial(self.fn, **kwargs), *args, use_reentrant=False)
         with torch.fx.traceback.annotate({"fpipe_remat": object()}):
             return self.fn(*args, **kwargs)
 
@@ -198,9 +209,9 @@ class Programs:
     def added_by(self, letter: str) -> dict[int, str]:
         """The parameter gradients, by leaf, that program ``letter`` ("B" or "W") makes itself."""
         program = self.b if letter == "B" else self.w
-        if self.eager or self.compiled:
+        if self.compiled:
             return {}
-        made = {node.name for node in program.nodes}
+        made = set(program.outputs) if self.eager else {node.name for node in program.nodes}
         return {i: name for i, name in enumerate(self.dps) if name is not None and name in made}
 
     def adding(self, letter: str) -> Program:
