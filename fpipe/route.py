@@ -98,13 +98,17 @@ class Wires:
         return (-1, mb, f"x{leaf}")
 
     def cotangent(self, stage: int, leaf: int, mb: int) -> Key | None:
-        """Who makes the gradient of output ``leaf`` of ``stage``; ``None``: nobody, it is zero."""
-        while True:
+        """Who makes the gradient of output ``leaf`` of ``stage``; ``None``: nobody, it is zero.
+
+        Where the loss passes on what it was given, that is the loss's own cotangent, which every rank is fed.
+        """
+        while stage < self.stages:
             above = self.sink_dxs if stage == self.stages - 1 else self.faces[stage + 1].dxs
             source = above[leaf] if leaf < len(above) else None
             if not isinstance(source, int):
                 return None if source is None else (stage + 1, mb, source[0])
             stage, leaf = stage + 1, source
+        return (stage, mb, f"dy{leaf}")
 
     # ---- messages -----------------------------------------------------------------------------------------------
     def users(self, stage: int, fact: str) -> tuple[Out, ...]:
