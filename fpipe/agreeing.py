@@ -7,6 +7,7 @@ for it. Knows groups, and facts as text alone.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -27,6 +28,11 @@ _REMEDIES = {
 def alone(group: Group) -> bool:
     """Whether all ranks live here, so that there is nobody to disagree with."""
     return len(group.here) == group.size
+
+
+def tag_of(facts: Mapping[str, str | None]) -> int:
+    """A number for what ranks agreed on, to tell in later steps that they still run the same."""
+    return int.from_bytes(hashlib.sha256(repr(sorted(facts.items())).encode()).digest()[:7], "little")
 
 
 def agree(group: Group, facts: Mapping[str, str | None], details: Callable[[str], str] = lambda fact: "") -> None:

@@ -10,6 +10,7 @@ import torch
 from . import tree
 from .actions import plain
 from .collectives.group import Spec
+from .errors import MismatchError
 from .feed import Values
 from .plan import Kinds, grad_key, spec_of
 from .resolve import Resolved
@@ -75,8 +76,7 @@ class Collected:
             mine = rank in self.group.here
             values = [self._get(rank, key) for _, key, _ in wanted] if mine else None
             if not self.alone:
-                specs = tuple(Spec((), (), aval.dtype) for _, _, aval in wanted)
-                values = self.group.share(None if values is None else tuple(values), specs, rank)
+                values = self._shared(values, [aval.dtype for _, _, aval in wanted], rank)
             assert values is not None
             for (where, _, _), value in zip(wanted, values, strict=True):
                 if where[0] == self.stages:
@@ -84,6 +84,32 @@ class Collected:
                 else:
                     aux[where] = value
         return losses, aux
+
+    def _shared(self, values: list[Any] | None, dtypes: list[torch.dtype], rank: int) -> list[Any]:
+        """A rank's scalars on every rank, with the tag of the plan that made them."""
+        device = self.group.device(self.group.here[0])
+        tag = torch.tensor(self.resolved.tag, device=device)
+        order = list(dict.fromkeys(dtypes))  # one stack a dtype
+        places = [[i for i, dtype in enumerate(dtypes) if dtype == kind] for kind in order]
+        specs = tuple(Spec((len(where),), (1,), kind) for kind, where in zip(order, places, strict=True))
+        mine = None
+        if values is not None:
+            mine = (*(torch.stack([values[i] for i in where]) for where in places), tag)
+        *stacks, told = self.group.share(mine, (*specs, Spec((), (), torch.int64)), rank)
+        self._same_plan(rank, int(told))
+        found: list[Any] = [None] * len(dtypes)
+        for where, stack in zip(places, stacks, strict=True):
+            for i, value in zip(where, stack.unbind(), strict=True):
+                found[i] = value
+        return found
+
+    def _same_plan(self, rank: int, tag: int) -> None:
+        """Shapes may agree by chance where plans do not: then a loss would arrive that belongs to another step."""
+        if tag != self.resolved.tag:
+            raise MismatchError(
+                f"rank {rank} ran another step than rank {self.group.here[0]} (other shapes, schedule or number of "
+                "microbatches); make the same calls in the same order on every rank"
+            )
 
     def _scalar_keys(self, rank: int) -> list[tuple[tuple[int, int], Key, Aval]]:
         """Which losses and auxiliary losses a rank makes; known to every process."""
