@@ -26,7 +26,7 @@ from .group import Spec, Work
 from .local import LocalGroup
 from .meeting import Meeting
 from .reduce import all_reduce
-from .wire import empty, pack, unpack
+from .wire import wire
 
 
 class C10dGroup:
@@ -80,15 +80,14 @@ class C10dGroup:
         """Send one message; its buffers are kept until it is done."""
         if src == dst:
             return self._self.send(tensors, 0, 0)
-        self._mine(src, "send")
-        self._watch.check()
-        specs = tuple(map(Spec.of, tensors)) if specs is None else specs
-        buffers = [self._raw(buffer) for buffer in pack(tensors, specs, src, dst)]
+        if src != self.rank or self._watch.broken is not None:
+            self._refuse(src, "send")
+        buffers = wire(tuple(map(Spec.of, tensors)) if specs is None else specs).pack(tensors, src, dst)
         if self._staged:
             buffers = [buffer.cpu() for buffer in buffers]
-        pg = self._pg(src, dst)
+        pg = self.pg if src < dst else self._back
         try:
-            works = [pg.send([buffer], dst, 0) for buffer in buffers]
+            works = [pg.send([self._raw(buffer)], dst, 0) for buffer in buffers]
         except RuntimeError as error:
             raise self._watch.explain(error, dst, "to send to") from error
         sent = _Sent(self, dst, works, buffers)
@@ -99,8 +98,8 @@ class C10dGroup:
         """Ask for the next message of a channel; posted at once where the backend allows."""
         if src == dst:
             return self._self.recv(specs, 0, 0)
-        self._mine(dst, "receive")
-        self._watch.check()
+        if dst != self.rank or self._watch.broken is not None:
+            self._refuse(dst, "receive")
         receipt = _Receipt(self, src, specs)
         if self._early:
             receipt.post()
@@ -120,15 +119,13 @@ class C10dGroup:
             while sent:
                 sent[0].wait()
 
-    def _mine(self, rank: int, verb: str) -> None:
+    def _refuse(self, rank: int, verb: str) -> None:
         if rank != self.rank:
             raise GroupError(f"rank {self.rank} cannot {verb} for rank {rank}, which lives in another process")
-
-    def _pg(self, src: int, dst: int) -> dist.ProcessGroup:
-        return self.pg if src < dst else self._back
+        self._watch.check()
 
     def _raw(self, buffer: Tensor) -> Tensor:
-        return buffer.view(torch.uint8) if self._as_bytes[buffer.dtype] else buffer
+        return _bytes(buffer) if self._as_bytes[buffer.dtype] else buffer
 
     def _wait(self, work: Any) -> None:
         work.wait(self._limit) if self._host else work.wait()
@@ -147,19 +144,19 @@ class C10dGroup:
     def share(self, tensors: tuple[Tensor, ...] | None, specs: tuple[Spec, ...], src: int) -> tuple[Tensor, ...]:
         """Broadcast, as bytes."""
         self._watch.check()
-        where = torch.device("cpu") if self._through_cpu("broadcast") else self._device
+        where = _CPU if self._through_cpu("broadcast") else self._device
         if src == self.rank:
             if tensors is None:
                 raise GroupError(f"share needs the tensors of rank {src}, which is this one; got None")
-            buffers = [buffer.to(where) for buffer in pack(tensors, specs, src, src)]
+            buffers = [buffer.to(where) for buffer in wire(specs).pack(tensors, src, src)]
         else:
-            buffers = empty(specs, where)
+            buffers = wire(specs).empty(where)
         with self._watch.talking(src, "for the shared tensors of"):
             for buffer in buffers:
-                self._wait(dist.broadcast(buffer.view(torch.uint8), group=self.pg, group_src=src, async_op=True))
+                self._wait(dist.broadcast(_bytes(buffer), group=self.pg, group_src=src, async_op=True))
         if src == self.rank and tensors is not None:
             return tensors
-        return unpack([buffer.to(self._device) for buffer in buffers], specs, self._device)
+        return wire(specs).unpack([buffer.to(self._device) for buffer in buffers], self._device)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """By a way that gives the right result on this backend."""
@@ -196,7 +193,12 @@ class C10dGroup:
         self._watch.close()
 
 
+_CPU = torch.device("cpu")
 _DTYPES = tuple({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)})
+
+
+def _bytes(buffer: Tensor) -> Tensor:
+    return buffer.view(-1).view(torch.uint8)
 
 
 class _Sent:
@@ -229,8 +231,8 @@ class _Receipt:
 
     def post(self) -> None:
         group = self._group
-        self._buffers = empty(self._specs, torch.device("cpu") if group._staged else group._device)
-        pg = group._pg(self._src, group.rank)
+        self._buffers = wire(self._specs).empty(_CPU if group._staged else group._device)
+        pg = group.pg if self._src < group.rank else group._back
         try:
             self._works = [pg.recv([group._raw(buffer)], self._src, 0) for buffer in self._buffers]
         except RuntimeError as error:
@@ -260,5 +262,5 @@ class _Receipt:
         assert self._works is not None
         group._wait_all(self._works, self._src, "for a message from")
         buffers = [buffer.to(group._device) for buffer in self._buffers] if group._staged else self._buffers
-        self._tensors = unpack(buffers, self._specs, group._device)
+        self._tensors = wire(self._specs).unpack(buffers, group._device)
         self._works, self._buffers = [], []

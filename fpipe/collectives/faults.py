@@ -24,15 +24,15 @@ class Watch:
     def __init__(self, store: Store, rank: int, size: int, timeout: float):
         self.rank, self.size, self.timeout = rank, size, timeout
         self.journal = Journal(store, rank)
-        self._broken: GroupError | None = None
+        self.broken: GroupError | None = None
 
     def check(self) -> None:
         """Raise where this group has failed before: its connections are not to be trusted again."""
-        if self._broken is not None:
-            raise type(self._broken)(
+        if self.broken is not None:
+            raise type(self.broken)(
                 f"this group failed before, and a group that failed stays failed; make a new one "
-                f"(the first failure: {self._broken})"
-            ) from self._broken
+                f"(the first failure: {self.broken})"
+            ) from self.broken
 
     @contextmanager
     def talking(self, peer: int | None, doing: str) -> Iterator[None]:
@@ -50,8 +50,8 @@ class Watch:
     def explain(self, error: BaseException, peer: int | None, doing: str, seconds: float = 0.0) -> GroupError:
         """The error to raise, and to remember."""
         late = seconds >= self.timeout or any(word in str(error).lower() for word in _LATE)
-        if self._broken is not None:
-            return self._broken
+        if self.broken is not None:
+            return self.broken
         place = f" at {self.journal.here}" if self.journal.here else ""
         whom = f"rank {peer}" if peer is not None else "all ranks"
         trail, suspect = self._trail(peer, not late) if peer is not None else self._failures()
@@ -66,13 +66,13 @@ class Watch:
                 f"rank {self.rank}{place} waited {doing} {whom}, and the connection broke. "
                 f"{trail}{first}; this group cannot be used again (the backend said: {_short(error)})"
             )
-        self._broken = found
+        self.broken = found
         self.journal.failed(type(found).__name__, peer, lost=not late)
         return found
 
     def failed(self, error: BaseException) -> None:
         """Leave word that this rank raised; what it raised because of a peer is told already."""
-        if error is not self._broken:
+        if error is not self.broken:
             self.journal.failed(f"{type(error).__name__}: {_short(error)}")
 
     def close(self) -> None:

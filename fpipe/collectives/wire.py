@@ -1,14 +1,13 @@
 """What a message looks like on a wire: few flat buffers, the same on both sides, computed from the Specs alone.
 
-A tensor travels as its memory, in memory order. Small tensors of one message share one buffer of bytes; a large one
-goes by itself, uncopied. Receiver and sender call the same :func:`layout`, so a size or a dtype that does not match
-is found before anything is sent. Knows no backend.
+A tensor travels as its memory, in memory order. Small tensors of one message share one buffer of bytes; one alone, or
+a large one, goes by itself, uncopied. Receiver and sender cut their buffers by the same :class:`Wire`, so a size or a
+dtype that does not match is found before anything is sent. Knows no backend.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -31,7 +30,6 @@ class Parcel(NamedTuple):
     dtype: torch.dtype
 
 
-@lru_cache(maxsize=4096)
 def layout(specs: tuple[Spec, ...]) -> tuple[Parcel, ...]:
     """The buffers of a message. Tensors of no elements take none.
 
@@ -39,91 +37,125 @@ def layout(specs: tuple[Spec, ...]) -> tuple[Parcel, ...]:
     >>> [(parcel.items, parcel.dtype) for parcel in layout((row, row))]
     [(((0, 0), (1, 64)), torch.uint8)]
     """
-    large = [index for index, spec in enumerate(specs) if spec.bytes >= ALONE]
-    small = [index for index, spec in enumerate(specs) if 0 < spec.bytes < ALONE]
-    parcels = [Parcel(((index, 0),), specs[index].bytes, specs[index].dtype) for index in large]
-    if len(small) == 1:
-        parcels.append(Parcel(((small[0], 0),), specs[small[0]].bytes, specs[small[0]].dtype))
-    elif small:
+    sizes = [spec.bytes for spec in specs]
+    small = [index for index, size in enumerate(sizes) if 0 < size < ALONE]
+    alone = [index for index, size in enumerate(sizes) if size >= ALONE or small == [index]]
+    parcels = [Parcel(((index, 0),), sizes[index], specs[index].dtype) for index in alone]
+    if len(small) > 1:
         items, end = [], 0
         for index in small:
             items.append((index, end))
-            end += -(-specs[index].bytes // ALIGN) * ALIGN
+            end += -(-sizes[index] // ALIGN) * ALIGN
         parcels.append(Parcel(tuple(items), end, torch.uint8))
     return tuple(parcels)
 
 
-@lru_cache(maxsize=4096)
-def plain(specs: tuple[Spec, ...]) -> bool:
-    """Whether a message is one contiguous tensor, which travels as it is.
-
-    >>> plain((Spec((2, 3), (3, 1), torch.float32),))
-    True
-    """
-    return len(specs) == 1 and specs[0].stored > 1 and specs[0].stride == contiguous(specs[0].shape)
-
-
-def pack(tensors: Sequence[Tensor], specs: tuple[Spec, ...], src: int, dst: int) -> list[Tensor]:
-    """The flat buffers to send, one per parcel; checks every tensor against its Spec.
+class Wire:
+    """How messages of given Specs are packed, received and unpacked; made once, by :func:`wire`.
 
     >>> x = torch.arange(6.).view(2, 3).T
-    >>> pack((x,), (Spec.of(x),), src=0, dst=1)
+    >>> way = wire((Spec.of(x),))
+    >>> way.pack((x,), src=0, dst=1)
     [tensor([0., 1., 2., 3., 4., 5.])]
+    >>> way.unpack(way.pack((x,), src=0, dst=1))[0].equal(x)
+    True
     """
-    check_message(tensors, specs, src, dst)
-    if plain(specs):
-        return [lay_out(tensors[0], specs[0])]
-    buffers = []
-    for parcel in layout(specs):
-        if len(parcel.items) == 1:
-            index = parcel.items[0][0]
-            buffers.append(flat(lay_out(tensors[index], specs[index]), specs[index]))
-            continue
-        buffer = torch.empty(parcel.bytes, dtype=torch.uint8, device=tensors[parcel.items[0][0]].device)
-        for index, start in parcel.items:
-            spec = specs[index]
-            memory = flat(lay_out(tensors[index], spec), spec)
-            buffer[start : start + spec.bytes].view(spec.dtype).copy_(memory)
-        buffers.append(buffer)
-    return buffers
+
+    __slots__ = ("_alone", "_pads", "_plain", "parcels", "specs")
+
+    def __init__(self, specs: tuple[Spec, ...]):
+        self.specs = specs
+        self.parcels = layout(specs)
+        self._plain = tuple(spec.stride == contiguous(spec.shape) for spec in specs)
+        # The most common message by far is one tensor: it has a short way of its own.
+        self._alone = len(specs) == 1 and len(self.parcels) == 1
+        self._pads: dict[tuple[torch.device, int], Tensor] = {}
+
+    def pack(self, tensors: Sequence[Tensor], src: int, dst: int) -> list[Tensor]:
+        """The contiguous buffers to send, one per parcel; checks every tensor against its Spec."""
+        specs = self.specs
+        fits = len(tensors) == len(specs)
+        for tensor, spec in zip(tensors, specs, strict=False):
+            fits = fits and tensor.shape == spec.shape and tensor.dtype is spec.dtype
+        if not fits:
+            check_message(tensors, specs, src, dst)
+        if self._alone:
+            return [self._memory(tensors[0], 0)]
+        return [
+            self._memory(tensors[parcel.items[0][0]], parcel.items[0][0])
+            if len(parcel.items) == 1
+            else self._together(tensors, parcel)
+            for parcel in self.parcels
+        ]
+
+    def empty(self, device: torch.device) -> list[Tensor]:
+        """Buffers to receive a message into."""
+        if self._alone and self._plain[0]:
+            return [torch.empty(self.specs[0].shape, dtype=self.specs[0].dtype, device=device)]
+        return [
+            torch.empty(parcel.bytes // parcel.dtype.itemsize, dtype=parcel.dtype, device=device)
+            for parcel in self.parcels
+        ]
+
+    def unpack(self, buffers: Sequence[Tensor], device: torch.device | None = None) -> tuple[Tensor, ...]:
+        """The tensors of a message, as views of the buffers it came in; empty ones are made on ``device``."""
+        if self._alone and self._plain[0] and buffers[0].shape == self.specs[0].shape:
+            return (buffers[0],)
+        found: list[Tensor | None] = [None] * len(self.specs)
+        for parcel, buffer in zip(self.parcels, buffers, strict=True):
+            typed = {parcel.dtype: buffer}
+            for index, start in parcel.items:
+                shape, stride, dtype = self.specs[index]
+                memory = typed.get(dtype)
+                if memory is None:
+                    memory = typed[dtype] = buffer.view(dtype)
+                found[index] = memory.as_strided(shape, stride, memory.storage_offset() + start // dtype.itemsize)
+        return tuple(
+            torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device) if tensor is None else tensor
+            for tensor, spec in zip(found, self.specs, strict=True)
+        )
+
+    def _memory(self, tensor: Tensor, index: int) -> Tensor:
+        """A tensor's memory, in memory order; the tensor itself where that is plain."""
+        spec = self.specs[index]
+        tensor = lay_out(tensor, spec)
+        return tensor if self._plain[index] else tensor.as_strided((spec.stored,), (1,), tensor.storage_offset())
+
+    def _together(self, tensors: Sequence[Tensor], parcel: Parcel) -> Tensor:
+        pieces = []
+        for index, _ in parcel.items:
+            spec, tensor = self.specs[index], lay_out(tensors[index], self.specs[index])
+            memory = tensor.as_strided((spec.stored,), (1,), tensor.storage_offset())
+            pieces.append(memory if spec.dtype is torch.uint8 else memory.view(torch.uint8))
+            short = -spec.bytes % ALIGN
+            if short:
+                pieces.append(self._pad(memory.device, short))
+        return torch.cat(pieces)
+
+    def _pad(self, device: torch.device, size: int) -> Tensor:
+        found = self._pads.get((device, size))
+        if found is None:
+            found = self._pads[device, size] = torch.zeros(size, dtype=torch.uint8, device=device)
+        return found
 
 
-def empty(specs: tuple[Spec, ...], device: torch.device) -> list[Tensor]:
-    """Buffers to receive a message into."""
-    if plain(specs):
-        return [torch.empty(specs[0].shape, dtype=specs[0].dtype, device=device)]
-    return [
-        torch.empty(parcel.bytes // parcel.dtype.itemsize, dtype=parcel.dtype, device=device)
-        for parcel in layout(specs)
-    ]
+_KNOWN: dict[int, Wire] = {}
+_MOST = 16_384
 
 
-def unpack(buffers: Sequence[Tensor], specs: tuple[Spec, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """The tensors of a message, as views of the buffers it came in.
+def wire(specs: tuple[Spec, ...]) -> Wire:
+    """The Wire of some Specs. Found by the tuple's identity: plans pass the same tuple at every step.
 
-    >>> specs = (Spec((2,), (1,), torch.int64), Spec((0, 3), (3, 1), torch.bool))
-    >>> unpack([torch.tensor([3, 4])], specs, torch.device("cpu"))
-    (tensor([3, 4]), tensor([], size=(0, 3), dtype=torch.bool))
+    >>> specs = (Spec((2,), (1,), torch.float32),)
+    >>> wire(specs) is wire(specs)
+    True
     """
-    if plain(specs):
-        return (buffers[0],)
-    found: dict[int, Tensor] = {}
-    for parcel, buffer in zip(layout(specs), buffers, strict=True):
-        for index, start in parcel.items:
-            spec = specs[index]
-            memory = buffer if len(parcel.items) == 1 else buffer[start : start + spec.bytes].view(spec.dtype)
-            found[index] = memory.as_strided(spec.shape, spec.stride, memory.storage_offset())
-    return tuple(
-        found[index]
-        if index in found
-        else torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
-        for index, spec in enumerate(specs)
-    )
-
-
-def flat(tensor: Tensor, spec: Spec) -> Tensor:
-    """A laid out tensor's memory, in memory order."""
-    return tensor.as_strided((spec.stored,), (1,), tensor.storage_offset())
+    found = _KNOWN.get(id(specs))
+    if found is None or found.specs is not specs:
+        if len(_KNOWN) >= _MOST:
+            _KNOWN.clear()
+        found = _KNOWN[id(specs)] = Wire(specs)  # keeps the tuple, so that its identity stays its own
+    return found
 
 
 def lay_out(tensor: Tensor, spec: Spec) -> Tensor:

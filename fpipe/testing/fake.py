@@ -17,7 +17,7 @@ from torch import Tensor
 from ..collectives.adapt import reduction
 from ..collectives.capabilities import Capabilities
 from ..collectives.group import Done, Spec, Work, check_message
-from ..collectives.wire import pack, unpack
+from ..collectives.wire import wire
 from ..errors import GroupError, MismatchError, PeerError, StalledError, UnsupportedError
 from .orders import Delay, Drop, Kill, Order, Refuse
 from .world import Killed, World
@@ -38,7 +38,7 @@ class _Message:
     def settle(self, src: int, dst: int) -> None:
         """From now on its sender may change what it sent; until now it must not have."""
         pairs = zip(self.memory, self.copies, strict=False)
-        if any(not torch.equal(now.view(torch.uint8), then.view(torch.uint8)) for now, then in pairs):
+        if any(not torch.equal(now.view(-1).view(torch.uint8), then.view(-1).view(torch.uint8)) for now, then in pairs):
             raise GroupError(
                 f"rank {src} changed a tensor that was still on its way to rank {dst}; it must wait for the send"
             )
@@ -127,7 +127,7 @@ class FakeGroup:
         channel = self._sky.channel(src, dst)
         self._call("send")
         specs = tuple(map(Spec.of, tensors)) if specs is None else specs
-        memory = [buffer.detach() for buffer in pack(tensors, specs, src, dst)]
+        memory = [buffer.detach() for buffer in wire(specs).pack(tensors, src, dst)]
         number = len(channel.sent)
         fate = self._sky.fate(src, dst, number)
         if isinstance(fate, Drop):
@@ -166,9 +166,6 @@ class FakeGroup:
                 )
             channel.settled += 1
 
-    def settle(self, dst: int, count: int) -> None:
-        """Nothing is kept here that could be let go of."""
-
     def flush(self) -> None:
         """Wait until what this rank sent has arrived."""
         self._call("flush")
@@ -204,9 +201,9 @@ class FakeGroup:
         if src == self.rank:
             if tensors is None:
                 raise GroupError(f"share needs the tensors of rank {src}, which is this one; got None")
-            mine = [buffer.clone() for buffer in pack(tensors, specs, src, src)]
+            mine = [buffer.clone() for buffer in wire(specs).pack(tensors, src, src)]
         found = self._meet(f"share from rank {src}", mine)[src]
-        return tensors if tensors is not None and src == self.rank else unpack(found, specs, _CPU)
+        return tensors if tensors is not None and src == self.rank else wire(specs).unpack(found, _CPU)
 
     def gather_objects(self, obj: object) -> list[Any]:
         """What each rank said."""
@@ -285,7 +282,7 @@ class _Receiving:
         message = self._message()
         assert message is not None
         message.settle(src, group.rank)
-        found = unpack(message.copies, message.specs, _CPU)
+        found = wire(message.specs).unpack(message.copies, _CPU)
         check_message(found, self._specs, src, group.rank)
         self._channel.sent[self._number] = None  # kept by nobody but its receiver
         self._tensors = found
