@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fpipe import transforms as T
+from fpipe.errors import TransformError
 from fpipe.transforms import newton_schulz
 from test_transforms import STAGES, follow, gradients, model, same
 
@@ -74,6 +75,15 @@ def test_donated_state_has_the_same_bits_in_the_old_memory(make: Any):
         assert start in (None, memory)
         start = memory
     assert same((params, state), plain)
+
+
+def test_shared_memory_is_not_written_twice():
+    wte = torch.ones(3)
+    params, updates = [{"wte": wte}, None, {"wte": wte.view(1, 3)}], [{"wte": wte}, None, {"wte": wte.view(1, 3)}]
+    with pytest.raises(TransformError, match=r"'0\.wte' and '2\.wte' are in the same memory"):
+        T.apply_updates(params, updates, donate=True)
+    assert wte.sum() == 3
+    assert T.apply_updates(params, updates)[2]["wte"].sum() == 6
 
 
 def test_half_precision_parameters_with_a_full_state():

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import TransformError
 from ..tree import Tree
 from . import _foreach as F
-from ._places import by_kind, places, recording
+from ._places import Places, by_kind, places, recording
 
 State: TypeAlias = Any
 
@@ -102,9 +102,25 @@ def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
     True
     """
     at = places(updates)
+    before = at.of(params, "params")
+    if donate:
+        _refuse_shared(at, before)
     with torch.no_grad() if donate else recording(at.leaves):
-        (after,) = by_kind(_sum_into if donate else _sum, at.of(params, "params"), at.leaves)
+        (after,) = by_kind(_sum_into if donate else _sum, before, at.leaves)
     return at.tree(after, base=params)
+
+
+def _refuse_shared(at: Places, params: list[Tensor]) -> None:
+    """Memory of two parameters would get the updates of both."""
+    owner: dict[int, int] = {}
+    for spot, leaf in enumerate(params):
+        first = owner.setdefault(leaf.data_ptr(), spot)
+        if first != spot and leaf.data_ptr():
+            one, other = at.names([first, spot])
+            raise TransformError(
+                f"donate=True, and {one!r} and {other!r} are in the same memory, which would get both updates; "
+                f"give each its own, as in params[i] = tree_map(torch.clone, params[i]), or leave donate out"
+            )
 
 
 def _sum(params: list[Tensor], updates: Sequence[Tensor]) -> list[list[Tensor]]:

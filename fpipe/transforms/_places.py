@@ -40,9 +40,10 @@ class Places(NamedTuple):
         """The leaves of another tree at these places."""
         column = self.column(other, what)
         found = [column[index] for index in self.where]
-        if any(leaf is None for leaf in found):
+        missing = [spot for spot, leaf in enumerate(found) if leaf is None]
+        if missing:
             raise TransformError(
-                f"{what} has None where the gradients have a leaf: {self._names(found)}; "
+                f"{what} has None where the gradients have a leaf: {', '.join(self.names(missing))}; "
                 f"pass the trees of one pipeline, each with one entry per stage"
             )
         return found
@@ -69,10 +70,10 @@ class Places(NamedTuple):
                 f"each with one entry per stage"
             ) from error
 
-    def _names(self, found: Column) -> str:
-        numbered = optree.tree_unflatten(self.spec, range(self.spec.num_leaves))
-        every = names(numbered)
-        return ", ".join(every[i] for i, leaf in zip(self.where, found, strict=True) if leaf is None)
+    def names(self, spots: Iterable[int]) -> list[str]:
+        """What some of the leaves are called."""
+        every = names(optree.tree_unflatten(self.spec, range(self.spec.num_leaves)))
+        return [every[self.where[spot]] for spot in spots]
 
 
 def places(tree: Tree) -> Places:
