@@ -168,7 +168,7 @@ def test_a_send_that_is_let_go_too_early_is_found_out():
             group.recv(ONE, 0, 1).wait()
             group.send((torch.zeros(2),), 1, 0)
 
-    with pytest.raises(GroupError, match="let go of message 0 to rank 1, which has not received it"):
+    with pytest.raises(GroupError, match="let go of message 0 to rank 1, which has not asked for it"):
         run(early, 2)
     run(known, 2)
 
