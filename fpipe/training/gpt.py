@@ -1,0 +1,104 @@
+"""A small GPT as pure stages: one function, and a pytree of parameters for each stage.
+
+What a stage does follows from what its parameters hold: an embedding, some blocks, a head. A block's first values
+depend on its own number, so the model is the same however it is cut. Knows neither ranks nor schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the model is; ``vocabulary`` is the number of tokens, ``length`` the most that it sees at once."""
+
+    vocabulary: int
+    length: int = 64
+    width: int = 64
+    heads: int = 4
+    layers: int = 8
+
+
+def gpt(sizes: Sizes, stages: int, seed: int = 0) -> tuple[list[Callable[[Any, Any], Tensor]], list[dict[str, Any]]]:
+    """``(functions, params)`` of the model cut into ``stages`` stages, layers dealt evenly.
+
+    Where there are more stages than layers, some have none and hand their input on.
+
+    >>> functions, params = gpt(Sizes(vocabulary=5, width=8, layers=3), stages=2)
+    >>> [(sorted(p), len(p["blocks"])) for p in params]
+    [(['blocks', 'embed'], 1), (['blocks', 'head'], 2)]
+    >>> x = torch.zeros(1, 4, dtype=torch.int64)
+    >>> functions[1](params[1], functions[0](params[0], x)).shape
+    torch.Size([1, 4, 5])
+    """
+    edges = [layer * sizes.layers // stages for layer in range(stages + 1)]
+    params: list[dict[str, Any]] = []
+    for stage in range(stages):
+        params.append({"blocks": [_block_params(sizes, seed, layer) for layer in range(edges[stage], edges[stage + 1])]})
+    wide, draw = (sizes.vocabulary, sizes.width), _Draw(seed, -1)
+    params[0]["embed"] = {"token": draw(*wide), "place": draw(sizes.length, sizes.width)}
+    params[-1]["head"] = {"norm": torch.ones(sizes.width), "out": draw(*wide)}
+    return [partial(stage_of_gpt, sizes.heads)] * stages, params
+
+
+def cross_entropy(logits: Tensor, following: Tensor) -> Tensor:
+    """The mean over characters of how surprising the next one is.
+
+    >>> float(cross_entropy(torch.zeros(1, 2, 4), torch.tensor([[0, 3]])))
+    1.386...
+    """
+    return F.cross_entropy(logits.flatten(0, -2), following.flatten())
+
+
+def stage_of_gpt(heads: int, p: dict[str, Any], x: Tensor) -> Tensor:
+    """A stage: embeds where it has an embedding, runs its blocks, and ends in logits where it has a head."""
+    if "embed" in p:
+        x = p["embed"]["token"][x] + p["embed"]["place"][: x.shape[1]]
+    for block in p["blocks"]:
+        x = _block(heads, block, x)
+    if "head" in p:
+        x = _norm(x, p["head"]["norm"]) @ p["head"]["out"].T
+    return x
+
+
+def _block(heads: int, p: dict[str, Tensor], x: Tensor) -> Tensor:
+    rows, length, width = x.shape
+    q, k, v = (_norm(x, p["norm1"]) @ p["qkv"]).view(rows, length, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    x = x + mixed.transpose(1, 2).reshape(rows, length, width) @ p["mix"]
+    return x + F.gelu(_norm(x, p["norm2"]) @ p["up"]) @ p["down"]
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, 1e-5)
+
+
+def _block_params(sizes: Sizes, seed: int, layer: int) -> dict[str, Tensor]:
+    draw, w = _Draw(seed, layer), sizes.width
+    deep = 1 / (2 * sizes.layers) ** 0.5
+    return {
+        "norm1": torch.ones(w),
+        "qkv": draw(w, 3 * w),
+        "mix": draw(w, w) * deep,
+        "norm2": torch.ones(w),
+        "up": draw(w, 4 * w),
+        "down": draw(4 * w, w) * deep,
+    }
+
+
+class _Draw:
+    """Normal numbers of a layer, the same in every process."""
+
+    def __init__(self, seed: int, layer: int):
+        self.dice = torch.Generator().manual_seed(1_000_003 * (seed + 1) + layer)
+
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.dice) * 0.08

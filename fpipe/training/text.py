@@ -1,0 +1,67 @@
+"""The text that is learned: Shakespeare's sonnets, as many as fit a demonstration, by character.
+
+Batches are a function of (seed, step) alone, so that every rank and every run cuts the same ones. Knows no model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text whose characters are its tokens.
+
+    >>> text = Text("to be or not to be")
+    >>> text.letters
+    ' benort'
+    >>> text.decode(text.encode("not to be"))
+    'not to be'
+    """
+
+    text: str
+
+    @cached_property
+    def letters(self) -> str:
+        """Every character that occurs, in order; a token is an index into it."""
+        return "".join(sorted(set(self.text)))
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """The whole text as tokens."""
+        return self.encode(self.text)
+
+    def encode(self, text: str) -> Tensor:
+        """Characters as tokens; those that the text does not have are left out."""
+        return torch.tensor([self.letters.index(letter) for letter in text if letter in self.letters])
+
+    def decode(self, tokens: Tensor) -> str:
+        """Tokens as characters."""
+        return "".join(self.letters[int(token)] for token in tokens.flatten())
+
+    def batch(self, step: int, rows: int, length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """``rows`` pieces of the text and, for each character, the one that follows.
+
+        >>> x, y = Text("to be or not to be").batch(step=0, rows=2, length=5)
+        >>> x.shape, torch.equal(x[:, 1:], y[:, :-1])
+        (torch.Size([2, 5]), True)
+        """
+        dice = torch.Generator().manual_seed(1_000_003 * seed + step)
+        starts = torch.randint(len(self.text) - length, (rows, 1), generator=dice)
+        at = starts + torch.arange(length + 1)
+        pieces = self.tokens[at]
+        return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
+
+
+def sonnets() -> Text:
+    """Thirty-seven of Shakespeare's sonnets (1609, public domain; spelling modernised).
+
+    >>> sonnets().text.splitlines()[0]
+    'From fairest creatures we desire increase,'
+    """
+    return Text((Path(__file__).parent / "sonnets.txt").read_text(encoding="utf-8"))
