@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.traceback import preserve_node_meta
 
 from .collectives.group import arriving
 from .errors import ActionError, TraceError
@@ -70,13 +71,13 @@ def make_graph(joint: Any, flat: Sequence[torch.Tensor]) -> fx.GraphModule:
     """Record what ``joint`` does to tensors as a graph without mutations; one placeholder per tensor."""
     for tensor in flat:
         tensor.grad = None
-    with fx.traceback.preserve_node_meta():
+    with preserve_node_meta():
         graph = make_fx(joint, _allow_non_fake_inputs=True)(*flat)
     if any(_writes(node) for node in graph.graph.nodes):
         plain = [t.detach() for t in flat]
         regions = any("custom" in node.meta for node in graph.graph.nodes)
         functional = torch.func.functionalize(_interpreted(graph) if regions else graph, remove="mutations")
-        with torch.no_grad(), fx.traceback.preserve_node_meta():
+        with torch.no_grad(), preserve_node_meta():
             graph = make_fx(functional, _allow_non_fake_inputs=True)(*plain)
     return graph
 

@@ -189,10 +189,11 @@ def pipeline(
     ``schedule`` is a name, a Schedule, a path to a CSV, or a function (ranks, microbatches) -> Schedule.
 
     >>> def layer(p, x): return torch.tanh(x @ p)
-    >>> pipe = pipeline([layer, layer], "1F1B", loss=lambda y, t: (y - t).square().mean(), microbatches=2, group=local(2))
+    >>> def loss(y, t): return (y - t).square().mean()
+    >>> pipe = pipeline([layer, layer], "1F1B", loss=loss, microbatches=2, group=local(2))
     >>> params, x = [torch.eye(3), torch.eye(3)], torch.zeros(4, 3)
-    >>> loss, grads = value_and_grad(pipe)(params, x, x)
-    >>> float(loss), len(grads)
+    >>> value, grads = value_and_grad(pipe)(params, x, x)
+    >>> float(value), len(grads)
     (0.0, 2)
     """
     if not isinstance(stages, (list, tuple)) or not stages:
@@ -205,8 +206,6 @@ def pipeline(
         stages, schedule, loss=loss, microbatches=microbatches, group=group or init(), reduction=reduction,
         seed=seed, frozen=frozen, tied=tied, outputs=outputs, accumulate=accumulate, engine=engine, compile=compile,
     )  # fmt: skip
-
-
 
 
 def _settled(stage: Stage, engine: Engine, compile: str | None) -> Stage:
@@ -234,16 +233,20 @@ def _fitting(source: Any, pipe: Pipeline, microbatches: int) -> Schedule:
     ranks, stages = pipe.group.size, pipe.stages
     if isinstance(source, Path) or (isinstance(source, str) and source.lower().endswith(".csv")):
         source = Schedule.from_csv(source)
+    made: Any
     if isinstance(source, str):
-        schedule = make_schedule(source, ranks, microbatches, stages=stages)
+        made = make_schedule(source, ranks, microbatches, stages=stages)
     elif isinstance(source, Schedule):
-        schedule = source
+        made = source
     elif callable(source):
-        schedule = source(ranks, microbatches)
+        made = source(ranks, microbatches)
     else:
         raise StageError(
             f"schedule={source!r}; give a name, a Schedule, a path to a CSV or a function (ranks, microbatches)"
         )
+    if not isinstance(made, Schedule):
+        raise StageError(f"the schedule function returned a {type(made).__name__}; it must return an fpipe.Schedule")
+    schedule = made
     if schedule.ranks != ranks:
         raise StageError(f"the schedule is for {schedule.ranks} ranks, the group has {ranks}; make both agree")
     if schedule.stages != stages:

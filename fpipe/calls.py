@@ -1,7 +1,7 @@
 """One call of a pipeline: its arguments cut into microbatches, laid into registers, run, and gathered.
 
-The warm path is here: abstract the arguments, look the plans up, feed, drive, collect. Nothing is kept between calls but
-the pipeline's cache of plans.
+The warm path is here: abstract the arguments, look the plans up, feed, drive, collect. Nothing is kept between calls
+but the pipeline's cache of plans.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Call:
         except TypeError as error:
             raise BatchError(
                 f"a leaf of the arguments is neither a tensor nor hashable ({error}); pass tensors, numbers, strings "
-                "or None, or register its class with optree"
+                'or None, or register its class (optree, namespace="fpipe")'
             ) from error
         if found is None:
             found = self.pipe.cache[key] = resolve(self.pipe.recipe(self.has_aux), self.request())
@@ -142,16 +142,16 @@ class Call:
         return weights(self.pipe.reduction, self.targets, self.number, group)
 
     def _values(self) -> Values:
-        sides = self.sides and {
+        sides = {
             (s, m): tree.leaves(self._sides(s if s < self.pipe.stages else -1, m))
             for s in range(self.pipe.stages + 1) if self.pipe.sides[s] for m in range(self.number)
-        }  # fmt: skip
+        } if self.sides else {}  # fmt: skip
         return Values(
             params={s: leaves for s, (leaves, _) in self.leaves.items()},
             states={s: leaves for s, (leaves, _) in self.state_leaves.items()},
             x=self.x.rows,
             targets=[part.rows for part in self.targets],
-            sides=sides or {},
+            sides=sides,
             weights=self._weights(self.pipe.group),
         )
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import optree
 import torch
 
 from . import tree
@@ -192,12 +191,11 @@ class _Kind:
             )
         state = self.request.states[stage] or Group1.of(None)
         source = self.next_input()
-        for rank in ranks:
-            device = self.recipe.group.device(rank)
-            groups = [params, source, self.sides[stage], state]
-            programs = _programs(self.recipe.stages[stage], groups, device, stage)
-            self.programs[stage, device] = programs
-        self.faces.append(Face.of(programs, _paths(params.spec)))
+        groups = [params, source, self.sides[stage], state]
+        for device in dict.fromkeys(map(self.recipe.group.device, ranks)):
+            self.programs[stage, device] = _programs(self.recipe.stages[stage], groups, device, stage)
+        told = self.programs[stage, self.recipe.group.device(ranks[0])]
+        self.faces.append(Face.of(told, _paths(params.spec)))
         return True
 
     def wires(self) -> Wires:
@@ -215,7 +213,7 @@ class _Kind:
         if self.recipe.loss is None:
             return
         y = self.next_input()
-        spec = optree.treespec_tuple([y.spec, *(t.spec for t in self.targets)])
+        spec = tree.together([y.spec, *(t.spec for t in self.targets)])
         x = Group1(spec, (*y.leaves, *(leaf for t in self.targets for leaf in t.leaves)))
         nothing = Group1.of({})
         stage = loss_stage(self.recipe.loss, self.recipe.has_aux)

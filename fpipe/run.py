@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -36,7 +36,7 @@ class Options:
 
     wide: torch.dtype | None = None
     check: Callable[[Instruction, Sequence[Any]], None] | None = None
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
 def bind(plan: Plan, group: Group, options: Options) -> Bound:
@@ -240,7 +240,7 @@ def _add(ins: Instruction, wide: torch.dtype | None) -> StepFn:
             tensor = r[value]
             r[slot] = tensor if how == "take" else _copy(tensor, wide)
         if into:
-            torch._foreach_add_([r[i] for i in into], [r[i] for i in values])
+            torch._foreach_add_([r[i] for i in into], [r[i] for i in values])  # pyright: ignore[reportPrivateImportUsage]
         for i in frees:
             r[i] = None
 
@@ -277,6 +277,5 @@ def _sum(ins: Instruction) -> StepFn:
 
 def _explain(error: Exception, ins: Instruction, rank: int) -> ActionError:
     from_tensors = "(" + ", ".join(map(str, ins.specs)) + ")" if ins.specs else ""
-    return ActionError(
-        f"{ins.kind if ins.action is None else ins.action} on rank {rank} raised {type(error).__name__}: {error} {from_tensors}".rstrip()
-    )
+    what = ins.kind if ins.action is None else str(ins.action)
+    return ActionError(f"{what} on rank {rank} raised {type(error).__name__}: {error} {from_tensors}".rstrip())

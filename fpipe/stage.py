@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
+from torch.fx.traceback import annotate
 from torch.utils.checkpoint import checkpoint
 
 from . import tree
@@ -31,7 +32,8 @@ class Stage:
     ``aux_loss``: fn returns ``(y, scalar)`` and the scalar joins the total. ``state``: ``fn(params, state, x)`` returns
     ``(y, state)``. ``engine`` and ``compile`` override the pipeline's. ``frozen`` names parameter leaves (dotted paths
     within the stage, shell patterns) that get no gradient; ``ties`` pairs a leaf's path with the name of a group whose
-    members, across stages, are one parameter. ``initial_state`` is where the state starts; where a stage has several homes,
+    members, across stages, are one parameter. ``initial_state`` is where the state starts; where a stage has several
+    homes,
     each carries the state over its own microbatches, and that of the first home comes back. ``like`` tells, for
     ``engine="eager"`` and a function that looks at its data, what it returns: a function of the same arguments whose
     result has the same structure, shapes and dtypes (``lambda p, x: x`` for most blocks).
@@ -103,7 +105,7 @@ class Remat:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if RECORDING.get():
             return checkpoint(partial(self.fn, **kwargs), *args, use_reentrant=False)
-        with torch.fx.traceback.annotate({"fpipe_remat": object()}):
+        with annotate({"fpipe_remat": object()}):
             return self.fn(*args, **kwargs)
 
 
@@ -156,9 +158,9 @@ class Held(NamedTuple):
 class Programs:
     """The four programs of a stage and the names by which they share values.
 
-    ``ys``, ``dps`` and ``dxs`` name the outputs and the gradients (``None``: no gradient flows); a name may be an input's
-    own, where a leaf is passed on unchanged. ``dys[j]`` is the cotangent of output ``j``, or ``None`` where it carries no
-    gradient. ``saved`` are the names held from F to I (or B), ``kept`` those from I to W.
+    ``ys``, ``dps`` and ``dxs`` name the outputs and the gradients (``None``: no gradient flows); a name may be an
+    input's own, where a leaf is passed on unchanged. ``dys[j]`` is the cotangent of output ``j``, or ``None`` where it
+    carries no gradient. ``saved`` are the names held from F to I (or B), ``kept`` those from I to W.
     """
 
     f: Program

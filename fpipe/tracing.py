@@ -52,7 +52,7 @@ def programs_of(stage: Stage, signature: Signature) -> Programs:
     except TypeError as error:
         raise StageError(
             f"stage {stage.label}: a leaf that is neither a tensor nor hashable came in ({error}); "
-            "pass numbers, strings or None, or register its class with optree"
+            'pass numbers, strings or None, or register its class (optree, namespace="fpipe")'
         ) from error
     if found is None:
         found = store[key] = (eager_programs if stage.engine == "eager" else _trace)(stage, signature)
@@ -70,7 +70,7 @@ def ambient() -> tuple[Any, ...]:
     return tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
 
 
-# ---- tracing ----------------------------------------------------------------------------------------------------------
+# ---- tracing --------------------------------------------------------------------------------------------------------
 
 
 def _trace(stage: Stage, signature: Signature) -> Programs:
@@ -127,7 +127,7 @@ def _cotangent_names(made: Outputs) -> list[str]:
     return names + (["daux"] if made.aux is not None and made.aux.grad else [])
 
 
-# ---- cutting ----------------------------------------------------------------------------------------------------------
+# ---- cutting --------------------------------------------------------------------------------------------------------
 
 
 def _cut(stage: Stage, signature: Signature, made: Outputs, graph: fx.GraphModule) -> Programs:
@@ -153,7 +153,7 @@ def _cut(stage: Stage, signature: Signature, made: Outputs, graph: fx.GraphModul
             tuple(dps),
             tuple(dxs),
             lambda node: _fake.region(node, "fpipe_remat"),
-        )  # fmt: skip
+        )
     )
     f, b, i, w = (
         _program(letter, piece, constants, stage)
