@@ -94,7 +94,7 @@ def _check_outputs(stage: Stage, ys: Sequence[Any], aux: Any) -> None:
         if not dense and not isinstance(leaf, (int, float, bool, str, bytes, complex, torch.dtype, torch.device)):
             raise StageError(
                 f"stage {stage.label} returns a {_kind(leaf)}, which cannot be sent to the next stage; "
-                "return tensors and plain numbers, or register its class as a pytree with optree"
+                'return tensors and plain numbers, or register its class as a pytree (optree, namespace="fpipe")'
             )
     if stage.aux_loss and (not isinstance(aux, torch.Tensor) or aux.dim() or not aux.is_floating_point()):
         raise StageError(

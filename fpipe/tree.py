@@ -1,13 +1,15 @@
 """Pytrees at the edge: flat tuples inside, the user's containers outside.
 
 optree does the walking. ``None`` is an empty node everywhere, so a missing stage or a frozen leaf needs no special
-case. This module knows nothing of stages or ranks.
+case. Classes of the user's own are nodes where they are registered under the name space "fpipe", as by
+``@optree.dataclasses.dataclass(namespace="fpipe")``. This module knows nothing of stages or ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, TypeAlias
 
 import optree
@@ -16,11 +18,22 @@ import torch
 Tree: TypeAlias = Any
 Spec: TypeAlias = optree.PyTreeSpec
 
-#: One namespace for classes that a user registered with optree, the global one.
-flatten: Callable[[Tree], tuple[list[Any], Spec]] = optree.tree_flatten  # type: ignore[assignment]
+#: Where users register their classes: optree asks for a name, and looks among the nameless ones too.
+NAMESPACE = "fpipe"
+
+flatten: Callable[[Tree], tuple[list[Any], Spec]] = partial(optree.tree_flatten, namespace=NAMESPACE)  # type: ignore[assignment]
 unflatten: Callable[[Spec, Iterable[Any]], Tree] = optree.tree_unflatten  # type: ignore[assignment]
-leaves: Callable[[Tree], list[Any]] = optree.tree_leaves  # type: ignore[assignment]
-tree_map: Callable[..., Tree] = optree.tree_map
+leaves: Callable[[Tree], list[Any]] = partial(optree.tree_leaves, namespace=NAMESPACE)  # type: ignore[assignment]
+tree_map: Callable[..., Tree] = partial(optree.tree_map, namespace=NAMESPACE)
+
+
+def together(specs: Sequence[Spec]) -> Spec:
+    """The structure of a tuple of trees.
+
+    >>> unflatten(together([flatten([1])[1], flatten(2)[1]]), [3, 4])
+    ([3], 4)
+    """
+    return optree.treespec_tuple(specs, namespace=NAMESPACE)
 
 
 def names(tree: Tree) -> list[str]:
@@ -29,7 +42,7 @@ def names(tree: Tree) -> list[str]:
     >>> names({"norm": {"w": 1}, "bias": [2, 3]})
     ['bias.0', 'bias.1', 'norm.w']
     """
-    return [".".join(map(str, path)) for path in optree.tree_paths(tree)]
+    return [".".join(map(str, path)) for path in optree.tree_paths(tree, namespace=NAMESPACE)]
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import optree
 
 from ..errors import TransformError
-from ..tree import Tree, matches, names
+from ..tree import NAMESPACE, Tree, matches, names
 from ._places import Places, brief
 
 #: a function of the parameters, patterns such as ``["*.norm", "0.*"]``, or a tree of bools (a prefix will do)
@@ -56,7 +56,7 @@ def flags(at: Places, mask: Mask | None, params: Tree) -> list[bool]:
 
 
 def _by_name(tree: Tree, word: Callable[[str], Any]) -> Tree:
-    spec = optree.tree_structure(tree)
+    spec = optree.tree_structure(tree, namespace=NAMESPACE)
     return optree.tree_unflatten(spec, [word(name) for name in names(tree)])
 
 
@@ -74,7 +74,7 @@ def _spread(words: Any, tree: Tree) -> Tree:
         pairs = zip(words, tree, strict=True)  # words may know stages that live elsewhere
         words = type(tree)([None if part is None else word for word, part in pairs])
     try:
-        return optree.tree_broadcast_prefix(words, tree)  # type: ignore[arg-type]
+        return optree.tree_broadcast_prefix(words, tree, namespace=NAMESPACE)  # type: ignore[arg-type]
     except ValueError as error:
         raise TransformError(
             f"these labels do not fit the parameters: {brief(error)}; give a function of the parameters, patterns of "

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import TransformError
-from ..tree import Spec, Tree, is_floating, names, tree_map
+from ..tree import NAMESPACE, Spec, Tree, is_floating, names, tree_map
 
 Column = list[Any]
 
@@ -78,7 +78,7 @@ class Places(NamedTuple):
 
 def places(tree: Tree) -> Places:
     """Look at a tree once."""
-    column, spec = optree.tree_flatten(tree, none_is_leaf=True)
+    column, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
     where = [index for index, leaf in enumerate(column) if leaf is not None]
     return Places(spec, where, [column[index] for index in where])
 
