@@ -1,0 +1,77 @@
+"""Training steps that are the same on any group, and tell their results as bits; also a script for torchrun."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fpipe
+
+WIDTH = 8
+
+
+def block(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return x + torch.tanh(x @ p["w1"]) @ p["w2"]
+
+
+def loss(y: Tensor, target: Tensor) -> Tensor:
+    return ((y - target) ** 2).mean()
+
+
+def parameters(stages: int) -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    return [
+        {name: torch.randn(WIDTH, WIDTH, generator=draw) / WIDTH**0.5 for name in ("w1", "w2")} for _ in range(stages)
+    ]
+
+
+def batch(rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, WIDTH, generator=draw), torch.randn(rows, WIDTH, generator=draw)
+
+
+def bits(*tensors: Tensor) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(
+            tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+            if tensor.dim()
+            else str(tensor.item()).encode()
+        )
+    return digest.hexdigest()[:12]
+
+
+def steps(group: Any, name: str, plans: Sequence[tuple[int, int]]) -> dict[Any, str]:
+    """(stage, step) and ("loss", step) -> bits, for every step (microbatches, rows of each) of ``plans``."""
+    first = fpipe.make_schedule(name, ranks=group.size, microbatches=plans[0][0])
+    told: dict[Any, str] = {}
+    pipe = fpipe.pipeline([block] * first.stages, schedule=name, loss=loss, microbatches=plans[0][0], group=group)
+    params = pipe.place(parameters(first.stages))
+    for step, (microbatches, rows) in enumerate(plans):
+        x, y = batch(microbatches * rows, step)
+        parts = [fpipe.Microbatches(list(torch.split(each, rows))) for each in (x, y)]
+        value, grads = fpipe.value_and_grad(pipe)(params, *parts)
+        told["loss", step] = bits(value)
+        told |= {(stage, step): bits(*grad.values()) for stage, grad in enumerate(grads) if grad is not None}
+        params = [p and {k: p[k] - 0.1 * g[k] for k in p} for p, g in zip(params, grads, strict=True)]
+    return told
+
+
+def many(names: Sequence[str], plans: Sequence[tuple[int, int]]) -> dict[str, dict[Any, str]]:
+    """The steps under every schedule, in this process of a group."""
+    group = fpipe.init(timeout=60)
+    return {name: steps(group, name, plans) for name in names}
+
+
+if __name__ == "__main__":
+    found = many(sys.argv[1].split(","), [(4, 2), (6, 3)])
+    gathered = fpipe.init(timeout=60).gather_objects(found)
+    if fpipe.init(timeout=60).here[0] == 0:
+        for name in found:
+            whole = {key: value for part in gathered for key, value in part[name].items()}
+            print(name, hashlib.sha256(repr(sorted(whole.items(), key=str)).encode()).hexdigest()[:12])
