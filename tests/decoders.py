@@ -77,4 +77,4 @@ def distance(grads: Iterable[dict[str, Tensor | None] | None], want: dict[str, T
     own = {name: g for stage in grads for name, g in (stage or {}).items() if g is not None}
     assert own.keys() <= want.keys()
     difference = sum(float((g - want[name]).norm()) ** 2 for name, g in own.items())
-    return (difference / sum(float(want[name].norm()) ** 2 for name in own)) ** 0.5
+    return (difference / sum(float(g.norm()) ** 2 for g in want.values())) ** 0.5

@@ -125,7 +125,6 @@ def test_router_loss_is_over_all_layers():
     assert isinstance(stages[1](params[1], stages[0](params[0], ids)), torch.Tensor)
 
 
-@pytest.mark.xfail(raises=fpipe.TraceError, reason='engine="eager" is not there yet')
 def test_experts_that_do_not_trace_run_eagerly():
     model = decoder("qwen3-moe", layers=3)  # its layer 1 has no experts
     stages, _ = huggingface.stages(model, None, cuts=[1, 2], experts="eager")

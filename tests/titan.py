@@ -38,8 +38,13 @@ def titan() -> Any:
     """The package's Llama, with its configuration class as ``JobConfig``; skips where torchtitan is not installed."""
     if importlib.util.find_spec("torchtitan") is None:
         pytest.skip("torchtitan is not installed")
-    with _some_triton(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        return _loaded()
+
+
+def _loaded() -> Any:
+    with _some_triton():
         from torchtitan.config import JobConfig
         from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
         from torchtitan.models import llama3

@@ -1,0 +1,175 @@
+"""torchtitan's configuration of pipelines, and its debug Llama trained under it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fpipe
+from fpipe.interop import torchtitan
+from titan import titan
+
+
+class Small(nn.Module):
+    """The shape of torchtitan's models, for tests of the configuration alone."""
+
+    def __init__(self, layers: int = 6):
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(7, 4)
+        self.layers = nn.ModuleDict({str(i): nn.Linear(4, 4) for i in range(layers)})
+        self.norm, self.output = nn.LayerNorm(4), nn.Linear(4, 7)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            h = layer(h)
+        return self.output(self.norm(h))
+
+
+def config(**changes: Any) -> Any:
+    """A configuration of the same shape as theirs, with their defaults."""
+    section = {
+        "degree": 2, "schedule": "1F1B", "schedule_csv": "", "microbatch_size": 1, "layers_per_stage": None,
+        "first_stage_less_layers": 1, "last_stage_less_layers": 1,
+    }  # fmt: skip
+    parts, batch = changes.pop("module_fqns_per_model_part", None), changes.pop("local_batch_size", 4)
+    return SimpleNamespace(
+        parallelism=SimpleNamespace(
+            **{f"pipeline_parallel_{name}": value for name, value in {**section, **changes}.items()},
+            module_fqns_per_model_part=parts,
+        ),
+        training=SimpleNamespace(local_batch_size=batch),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [
+        ({}, (3, 3)),  # layers of each stage
+        ({"schedule": "DualPipeV"}, (1, 2, 2, 1)),
+        ({"schedule": "Interleaved1F1B"}, (1, 2, 2, 1)),
+        ({"schedule": "Interleaved1F1B", "layers_per_stage": 1}, (0, 1, 1, 1, 1, 1, 1, 0)),
+        ({"first_stage_less_layers": 0, "last_stage_less_layers": 2}, (4, 2)),
+        ({"degree": 4, "last_stage_less_layers": 0}, (1, 2, 2, 1)),
+    ],
+)
+def test_layers_per_stage(changes: dict[str, Any], sizes: tuple[int, ...]):
+    chosen = torchtitan.settings(Small(), config(**changes))
+    assert tuple(sum(name.startswith("layers.") for name in part) for part in chosen.parts) == sizes
+    assert chosen.schedule.stages == len(sizes)
+    assert chosen.schedule.microbatches == 4
+
+
+def test_microbatches_and_a_schedule_from_a_file(tmp_path: Path):
+    assert torchtitan.settings(Small(), config(local_batch_size=12, microbatch_size=4)).microbatches == 3
+    path = tmp_path / "mine.csv"
+    mine = fpipe.make_schedule("ZBV", 2, 4)
+    mine.to_csv(path)
+    chosen = torchtitan.settings(Small(), config(schedule_csv=str(path)))
+    assert chosen.schedule == mine
+    assert len(chosen.parts) == 4
+
+
+def test_names_of_parts():
+    parts = [
+        ["tok_embeddings", "layers.0"],
+        ["layers.2", "layers.1"],
+        ["layers.3", "layers.4", "layers.5"],
+        ["output", "norm"],
+    ]
+    stages, params = torchtitan.stages(Small(), config(schedule="ZBV", module_fqns_per_model_part=parts))
+    held = [{name.rpartition(".")[0] for name in own} for own in params]
+    assert held == [set(part) for part in parts]
+    assert len(stages) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"local_batch_size": 5, "microbatch_size": 2}, "local_batch_size=5 is no multiple of"),
+        ({"layers_per_stage": 3}, "make 3 stages, which 2 ranks do not divide"),
+        ({"degree": 9}, "which is too few"),
+        ({"first_stage_less_layers": 9}, "which is too few"),
+        ({"schedule": "1G1B"}, "1G1B"),
+        ({"module_fqns_per_model_part": [["tok_embeddings"], []]}, r"\[1\] is empty"),
+        ({"module_fqns_per_model_part": [["tok_embeddings"], ["layers.9"]]}, "'layers.9', which forward never calls"),
+        ({"module_fqns_per_model_part": [["tok_embeddings"], ["norm", "output"]]}, r"stage 0 runs 'layers\.0'"),
+    ],
+)
+def test_mistakes(changes: dict[str, Any], message: str):
+    with pytest.raises(fpipe.FpipeError, match=message):
+        torchtitan.stages(Small(), config(**changes))
+
+
+def test_a_file_for_something_else(tmp_path: Path):
+    path = tmp_path / "mine.csv"
+    fpipe.make_schedule("1F1B", 3, 4).to_csv(path)
+    with pytest.raises(fpipe.StageError, match="is for pipeline_parallel_degree 3, the configuration says 2"):
+        torchtitan.settings(Small(), config(schedule_csv=str(path)))
+    with pytest.raises(fpipe.StageError, match=r"Linear has no `layers` as torchtitan's models have"):
+        torchtitan.settings(nn.Linear(2, 2), config())
+
+
+# ---- the package itself ---------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def package() -> Any:
+    return titan()
+
+
+def test_parts_are_theirs(package: Any):
+    for stages in range(1, 9):
+        for layers in range(1, 14):
+            for less in ((1, 1), (0, 0), (0, 2), (2, 1), (1, 3)):
+                try:
+                    theirs = package.names_per_part(stages, layers, *less)
+                except ValueError:
+                    theirs = None
+                try:
+                    ours = torchtitan.names_per_part(stages, layers, *less)
+                except fpipe.StageError:
+                    ours = None
+                assert ours == theirs, (stages, layers, less)
+
+
+def test_debug_llama_trains_under_dualpipev(package: Any):
+    """Twenty steps with the package's own configuration object: the loss falls, and is the unpipelined one's."""
+    job = package.JobConfig()
+    job.parallelism.pipeline_parallel_degree, job.parallelism.pipeline_parallel_schedule = 2, "DualPipeV"
+    job.training.local_batch_size, job.training.seq_len = 4, 16
+    args = dataclasses.replace(package.llama.llama3_args["debugmodel"])
+    args.update_from_config(job)
+    torch.manual_seed(0)
+    model = package.llama.Transformer(args)
+    model.init_weights()
+    text = torch.randint(0, args.vocab_size, (4, 17), generator=torch.Generator().manual_seed(1))
+    tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+    pipe, params = torchtitan.pipeline(model, job, group=fpipe.local(2))
+    step = fpipe.value_and_grad(pipe)
+    losses = []
+    for _ in range(20):
+        loss, grads = step(params, tokens, labels)
+        losses.append(float(loss))
+        params = [{name: p - 0.3 * grads[s][name] for name, p in own.items()} for s, own in enumerate(params)]
+    assert losses[-1] < losses[0] - 1
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    for step_loss in losses:
+        optimizer.zero_grad()
+        whole = sum(
+            torchtitan.cross_entropy(model(x), y) / 4 for x, y in zip(tokens.split(1), labels.split(1), strict=True)
+        )
+        whole.backward()
+        optimizer.step()
+        assert abs(float(whole.detach()) - step_loss) < 1e-5
+    fpipe.to_module(model, params)
+    assert (
+        abs(float(torchtitan.cross_entropy(model(tokens), labels).detach()) - float(pipe(params, tokens, labels)))
+        < 1e-5
+    )
