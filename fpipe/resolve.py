@@ -363,11 +363,22 @@ def _ties(
                 specs[stage, index] = _grad_spec(leaf, recipe.wide)
     for group in groups:
         known = [(s, i) for s, i in group if request.params[s] is not None]
+        _check_tie(request, known)
         for stage, index in known:
             leaf = request.params[stage].leaves[index]  # type: ignore[union-attr]
             for member in group:
                 specs[member] = _grad_spec(leaf, recipe.wide)
     return tuple(groups), specs
+
+
+def _check_tie(request: Request, members: Sequence[tuple[int, int]]) -> None:
+    """What is one parameter has one shape."""
+    seen: dict[str, str] = {}
+    for stage, index in members:
+        leaf = request.params[stage].leaves[index]  # type: ignore[union-attr]
+        seen.setdefault(str(leaf), f"{leaf} in stage {stage}")
+    if len(seen) > 1:
+        raise StageError(f"tied parameters differ in shape or dtype: {', '.join(seen.values())}; tie copies of one")
 
 
 def _grad_spec(leaf: Aval, wide: torch.dtype | None) -> Spec:
