@@ -174,7 +174,8 @@ class Call:
             with torch.no_grad():
                 drive(runs, lambda rank: f"ran {resolved.bound[rank].plan.rank}")
                 group.flush()
-        except BaseException:
+        except BaseException as error:
+            group.failed(error)
             getattr(group, "reset", lambda: None)()
             raise
         finally:

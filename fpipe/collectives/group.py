@@ -177,6 +177,10 @@ class Group(Protocol):
         """Note what a rank is about to do, for the others' error messages. Cheap."""
         ...
 
+    def failed(self, error: BaseException) -> None:
+        """Tell the others, best effort and at once, that this process raised."""
+        ...
+
 
 def check_message(tensors: Sequence[Tensor], specs: Sequence[Spec], src: int, dst: int) -> None:
     """Raise MismatchError where a message is not what its receiver expects."""

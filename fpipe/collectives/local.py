@@ -124,6 +124,9 @@ class LocalGroup:
         """Kept for :meth:`last`."""
         self._last[rank] = text
 
+    def failed(self, error: BaseException) -> None:
+        """There are no others."""
+
     def last(self, rank: int) -> str | None:
         """What a rank noted last."""
         return self._last.get(rank)
