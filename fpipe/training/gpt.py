@@ -42,7 +42,9 @@ def gpt(sizes: Sizes, stages: int, seed: int = 0) -> tuple[list[Callable[[Any, A
     edges = [layer * sizes.layers // stages for layer in range(stages + 1)]
     params: list[dict[str, Any]] = []
     for stage in range(stages):
-        params.append({"blocks": [_block_params(sizes, seed, layer) for layer in range(edges[stage], edges[stage + 1])]})
+        params.append(
+            {"blocks": [_block_params(sizes, seed, layer) for layer in range(edges[stage], edges[stage + 1])]}
+        )
     wide, draw = (sizes.vocabulary, sizes.width), _Draw(seed, -1)
     params[0]["embed"] = {"token": draw(*wide), "place": draw(sizes.length, sizes.width)}
     params[-1]["head"] = {"norm": torch.ones(sizes.width), "out": draw(*wide)}

@@ -1,0 +1,119 @@
+"""What is seen while ``fpipe train`` runs: a live display on a terminal, and a line now and then elsewhere.
+
+Knows the reports of ``rank`` by their fields alone, and nothing of how they are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from types import TracebackType
+from typing import Any, Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from .. import pictures
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+class _Step(Protocol):
+    @property
+    def number(self) -> int: ...
+    @property
+    def loss(self) -> float: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+
+
+class Screen:
+    """Shows progress, loss, speed and the lanes of the step that was measured last."""
+
+    def __init__(self, console: Console, title: str, steps: int):
+        self.console, self.title, self.steps = console, title, steps
+        self.losses: list[float] = []
+        self.speeds: list[float] = []
+        self.lanes: Any = None
+        self.lanes_of = 0
+        self.bar = Progress(
+            TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("left"), TimeRemainingColumn(), console=console, expand=True,
+        )  # fmt: skip
+        self.task = self.bar.add_task("starting the ranks", total=steps)
+        self.live = Live(console=console, refresh_per_second=6, transient=False, get_renderable=self.picture)
+
+    def __enter__(self) -> Screen:
+        if self.console.is_terminal:
+            self.live.start()
+        else:
+            self.console.print(self.title)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.console.is_terminal:
+            self.live.stop()
+
+    # ---- news ---------------------------------------------------------------------------------------------------
+    def ready(self, parameters: int) -> None:
+        """The ranks have met."""
+        self.title = f"{self.title}, {parameters:,} parameters"
+        self.bar.update(self.task, description="tracing the stages")
+
+    def step(self, done: _Step) -> None:
+        """A step is done."""
+        self.losses.append(done.loss)
+        self.speeds.append(done.tokens / done.seconds)
+        self.bar.update(self.task, completed=done.number + 1, description="training")
+        last = done.number + 1 == self.steps
+        if not self.console.is_terminal and (last or done.number % max(self.steps // 10, 1) == 0):
+            self.console.print(f"step {done.number + 1:4d}   loss {done.loss:.4f}   {self._speed():7,.0f} tokens/s")
+
+    def measured(self, number: int, timeline: pictures.Drawable) -> None:
+        """A step was measured."""
+        self.lanes, self.lanes_of = timeline, number
+
+    # ---- the picture --------------------------------------------------------------------------------------------
+    def picture(self) -> RenderableType:
+        """All of it."""
+        inside = max(self.console.width - 4, 20)
+        parts: list[RenderableType] = [self.bar, self._figures(inside)]
+        if self.lanes is not None:
+            drawn = pictures.draw(self.lanes, width=inside, color=bool(self.console.color_system))
+            parts += [Text(), Text.from_ansi(drawn.rstrip("\n"), no_wrap=True)]
+        return Panel(Group(*parts), title=f"[bold]fpipe train[/bold]  {self.title}", title_align="left")
+
+    def _figures(self, width: int) -> RenderableType:
+        if not self.losses:
+            return Text("loss  -", style="dim")
+        row = Table.grid(padding=(0, 3))
+        row.add_row(
+            Text(f"loss {self.losses[-1]:.4f}", style="bold"),
+            Text(sparkline(self.losses, max(min(width - 40, 60), 8)), style="cyan"),
+            Text(f"{self._speed():,.0f} tokens/s", style="bold"),
+        )
+        return row
+
+    def _speed(self) -> float:
+        """The middle one of the last few: the first step makes the programs."""
+        recent = sorted(self.speeds[-15:])
+        return recent[len(recent) // 2]
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Numbers as little bars, at most ``width`` of them, each the mean of its share.
+
+    >>> sparkline([4, 3, 2, 1], 4), sparkline([1, 1], 8), sparkline([8, 0, 4, 4], 2)
+    ('█▆▃▁', '▁▁', '▁▁')
+    """
+    count = min(width, len(values))
+    edges = [k * len(values) // count for k in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    return "".join(_BARS[round((m - low) / (high - low) * 7) if high > low else 0] for m in means)
