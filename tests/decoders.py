@@ -33,6 +33,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3TextConfig",
         {**_GROUPED, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4, "sliding_window_pattern": 2},
     ),
+    "granite": ("GraniteConfig", {**_GROUPED, "embedding_multiplier": 3.0, "logits_scaling": 2.0}),
     "gpt2": ("GPT2Config", {"vocab_size": VOCABULARY, "n_embd": 16, "n_head": 2, "n_positions": 64}),
     "gpt-neox": ("GPTNeoXConfig", _SHAPE),
 }

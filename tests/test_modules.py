@@ -154,6 +154,9 @@ def test_running_statistics_are_state():
         ["1.num_batches_tracked", "1.running_mean", "1.running_var"],
         ["4.num_batches_tracked", "4.running_mean", "4.running_var"],
     ]
+    moved = stages[0](params[0], stages[0].initial_state, x)[1]
+    assert not torch.equal(moved["1.running_mean"], torch.zeros(2))
+    assert torch.equal(stages[0].initial_state["1.running_mean"], torch.zeros(2))  # what was passed is not changed
     square = lambda y, t: (y - t).square().mean()
     pipe = fpipe.pipeline(stages, "1F1B", loss=square, microbatches=2, group=fpipe.local(2))
     (loss, state), grads = fpipe.value_and_grad(pipe)(params, x, torch.zeros(4, 2, 3, 3))

@@ -106,8 +106,7 @@ def names_per_part(stages: int, layers: int, first_less: int = 1, last_less: int
             f"{stages} stages, which is too few; take fewer stages, or count fewer layers for the first and last stage"
         )
     counts = [each + (stage < more) for stage in range(stages)]
-    counts[0] -= first_less
-    counts[-1] -= last_less
+    counts[0] -= first_less  # the last stage's share shrinks by itself: it gets what layers are left
     names, start = [], 0
     for count in counts:
         names.append([f"layers.{i}" for i in range(start, min(start + count, layers))])
