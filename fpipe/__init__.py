@@ -21,6 +21,7 @@ _TABLE = {
     "balancing": "balance",
     "collectives.local": "local",
     "collectives.setup": "init",
+    "debugging": "debug",
     "errors": "ActionError BatchError DeadlockError FpipeError GroupError LaunchError MismatchError PeerError"
     " ScheduleError StageError StalledError TraceError UnsupportedError WeaveError",
     "interop.modules": "from_module to_module",
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from .balancing import balance as balance
     from .collectives.local import local as local
     from .collectives.setup import init as init
+    from .debugging import debug as debug
     from .errors import ActionError as ActionError
     from .errors import BatchError as BatchError
     from .errors import DeadlockError as DeadlockError

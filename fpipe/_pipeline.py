@@ -23,6 +23,7 @@ from .feed import Feeder
 from .generators import make_schedule
 from .microbatch import Microbatches
 from .resolve import Recipe, Resolved, loss_sides
+from .run import Check
 from .schedule import Schedule
 from .stage import Engine, Stage, as_stage
 
@@ -104,7 +105,7 @@ class Pipeline:
         """The rank that holds the last stage (its first home, where it has several)."""
         return self.placement.rank_of(self.stages - 1)
 
-    def recipe(self, has_aux: bool) -> Recipe:
+    def recipe(self, has_aux: bool, check: Check | None = None) -> Recipe:
         """What the cold path needs."""
         return Recipe(self.functions, self.loss, has_aux, self.group, self.tied, self.accumulate, self.frozen)
 

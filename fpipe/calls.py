@@ -15,6 +15,7 @@ import torch
 from . import tree
 from ._fake import wrapped
 from .collect import Collected, collect
+from .debugging import check, check_leaks, debugging
 from .errors import BatchError, StageError
 from .feed import Feeder, Values, weights
 from .microbatch import Microbatches, Parts, count, merge, split
@@ -85,8 +86,9 @@ class Call:
     # ---- the plans ----------------------------------------------------------------------------------------------
     def resolved(self) -> Resolved:
         """The plans for this call, made at its first of this signature."""
+        debug = self.pipe.debugging or debugging()
         key = (
-            self.mode, self.wanted, self.has_aux, self.number, self.pipe.debugging, ambient(),
+            self.mode, self.wanted, self.has_aux, self.number, debug, ambient(),
             tuple((spec, *map(tree.aval, leaves)) for leaves, spec in self.leaves.values()),
             tuple((spec, *map(tree.aval, leaves)) for leaves, spec in self.state_leaves.values()),
             self.x.signature(), tuple(t.signature() for t in self.targets),
@@ -100,7 +102,7 @@ class Call:
                 'or None, or register its class (optree, namespace="fpipe")'
             ) from error
         if found is None:
-            found = self.pipe.cache[key] = resolve(self.pipe.recipe(self.has_aux), self.request())
+            found = self.pipe.cache[key] = resolve(self.pipe.recipe(self.has_aux, check if debug else None), self.request())
         return found
 
     def request(self) -> Request:
@@ -174,6 +176,9 @@ class Call:
             with torch.no_grad():
                 drive(runs, lambda rank: f"ran {resolved.bound[rank].plan.rank}")
                 group.flush()
+            if phase != 0 and (self.pipe.debugging or debugging()):
+                for rank, bound in resolved.bound.items():
+                    check_leaks(bound.plan, regs[rank])
         except BaseException as error:
             group.failed(error)
             getattr(group, "reset", lambda: None)()

@@ -71,6 +71,10 @@ class Program:
         self.constants = dict(constants or {})
 
     def __call__(self, box: list[Any]) -> tuple[Any, ...]:
+        self.adds = dict(adds or {})
+        self.label = ""
+        self.of = ""  # whose program it is, for messages
+        self.stream: tuple[bool, bool] | None = None
         return self.run(box)
 
     def __repr__(self) -> str:

@@ -22,7 +22,7 @@ from .errors import MismatchError, StageError
 from .lower import lower
 from .plan import Job, Kinds, Plan
 from .route import Face, Wires
-from .run import Bound, Options, bind
+from .run import Bound, Check, Options, bind
 from .schedule import Schedule
 from .stage import Aval, Programs, Stage, as_stage, keyword_only
 from .tracing import Signature, programs_of
@@ -104,7 +104,7 @@ class Recipe:
     tied: tuple[tuple[str, ...], ...]
     wide: torch.dtype | None
     frozen: tuple[str, ...] = ()
-    check: Callable[..., None] | None = None
+    check: Check | None = None
 
 
 def resolve(recipe: Recipe, request: Request) -> Resolved:

@@ -19,6 +19,8 @@ from .plan import Instruction, Plan
 
 Registers: TypeAlias = list[Any]
 StepFn: TypeAlias = Callable[[Registers], Any]
+#: Looks at an instruction, what its program was given, what it gave, and the random state before it where it draws.
+Check: TypeAlias = Callable[[Instruction, Sequence[Any], Sequence[Any], torch.Tensor | None], None]
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Options:
     """How instructions are bound: the accumulation dtype, and a check of each result."""
 
     wide: torch.dtype | None = None
-    check: Callable[[Instruction, Sequence[Any]], None] | None = None
+    check: Check | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
@@ -166,12 +168,14 @@ def registers(plan: Plan, seed: int | None) -> Registers:
     return [None] * plan.slots + [{}, seed]
 
 
-def _checked(
-    run: Callable[[list[Any]], Any], check: Callable[[Instruction, Sequence[Any]], None], ins: Instruction
-) -> Callable[[list[Any]], Any]:  # fmt: skip
+def _checked(run: Callable[[list[Any]], Any], check: Check, ins: Instruction) -> Callable[[list[Any]], Any]:
+    assert ins.program is not None
+    random = ins.program.random
+
     def checked(box: list[Any]) -> Any:
+        given, state = list(box), torch.get_rng_state() if random else None
         out = run(box)
-        check(ins, out)
+        check(ins, given, out, state)
         return out
 
     return checked
@@ -278,4 +282,5 @@ def _sum(ins: Instruction) -> StepFn:
 def _explain(error: Exception, ins: Instruction, rank: int) -> ActionError:
     from_tensors = "(" + ", ".join(map(str, ins.specs)) + ")" if ins.specs else ""
     what = ins.kind if ins.action is None else str(ins.action)
-    return ActionError(f"{what} on rank {rank} raised {type(error).__name__}: {error} {from_tensors}".rstrip())
+    whose = f" ({ins.program.of})" if ins.program is not None and ins.program.of else ""
+    return ActionError(f"{what}{whose} on rank {rank} raised {type(error).__name__}: {error} {from_tensors}".rstrip())

@@ -46,7 +46,11 @@ def _aval(leaf: Any, grad: bool) -> Any:
 
 def wants(signature: Signature) -> str:
     """Parameters and input of a signature, for a message."""
-    return "(" + "; ".join(", ".join(map(str, group)) for group in signature.leaves[:2]) + ")"
+    return "(" + "; ".join(", ".join(map(_word, group)) for group in signature.leaves[:2] if group) + ")"
+
+
+def _word(leaf: Any) -> str:
+    return str(leaf) if isinstance(leaf, Aval) else repr(leaf[1])
 
 
 @dataclass(frozen=True)

@@ -228,6 +228,7 @@ class Programs:
             outputs = [name for name in program.outputs if name not in adds or name in self.dxs]
             found = Program.from_nodes(program.name, program.nodes, inputs, outputs, program.constants, adds)
             self._adding[letter] = found
+            found.of = program.of
         return found
 
     # ---- by hand ------------------------------------------------------------------------------------------------

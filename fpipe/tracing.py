@@ -156,7 +156,7 @@ def _cut(stage: Stage, signature: Signature, made: Outputs, graph: fx.GraphModul
         )
     )
     f, b, i, w = (
-        _program(letter, piece, constants, stage)
+        _program(letter, piece, constants, stage, f"{stage.label} {wants(signature)}")
         for letter, piece in zip("FBIW", (pieces.forward, pieces.backward, pieces.backward_input,
                                           pieces.backward_weight), strict=True)
     )  # fmt: skip
@@ -200,7 +200,7 @@ def _strided(avals: Sequence[Any], names: Sequence[str | None], nodes: Sequence[
     return tuple(out)
 
 
-def _program(letter: str, piece: Piece, constants: dict[str, Any], stage: Stage) -> Program:
+def _program(letter: str, piece: Piece, constants: dict[str, Any], stage: Stage, of: str) -> Program:
     used = {u.name for node in piece.nodes for u in node.all_input_nodes} | set(piece.outputs)
     inside = {name: value for name, value in constants.items() if name in used}
     inputs = [name for name in piece.inputs if name not in inside]
@@ -210,6 +210,7 @@ def _program(letter: str, piece: Piece, constants: dict[str, Any], stage: Stage)
 
 def _fresh(
     dps: Sequence[fx.Node], memory: dict[str, Held], handed: Sequence[str], dxs: Sequence[fx.Node | None]
+    program.of = of
 ) -> frozenset[str]:
     """Gradients that own their storage alone, so that later ones may be added into them."""
     owners: dict[str, int] = {}
