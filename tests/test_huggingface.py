@@ -104,6 +104,20 @@ def test_ends_alone():
     assert agrees(model, found)
 
 
+def test_checkpointed_layers_are_recomputed():
+    model = decoder("llama", layers=2, train=True)
+    plain = huggingface.stages(model, 2)
+    model.gradient_checkpointing_enable()
+    stages, params = huggingface.stages(model, 2)
+    x = torch.randn(2, 7, 16)
+    made, usual = trace(stages[1], params[1], x), trace(plain[0][1], params[1], x)
+    assert made.saved_bytes < usual.saved_bytes / 3
+    (y, saved), (want, kept) = made.forward(params[1], x), usual.forward(params[1], x)
+    assert torch.equal(y, want)
+    torch.testing.assert_close(made.backward(saved, y), usual.backward(kept, y))
+    assert model.base_model.layers[1].gradient_checkpointing
+
+
 def test_a_heavy_head_gets_fewer_layers():
     model = decoder("llama", layers=6, vocab_size=200)
     stages, _ = huggingface.stages(model, 3)

@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from ..balancing import estimate, spread
 from ..errors import StageError
-from ..stage import Stage
+from ..stage import Stage, remat
 from ._router import Router, Totals, router_of
 from ._skeleton import Claim, Pure, claims, clone
 
@@ -39,9 +39,10 @@ def stages(
     tied ones are carried on the stages.
 
     ``cuts`` are the indices of the layers that begin stages 1, 2, ...; left out, layers are dealt by their number of
-    parameters, the head counted too. Of mixture-of-experts models, ``experts`` names the implementation in the
-    package; left out, one that traces is taken where there is one, else the stages with experts run on
-    ``engine="eager"``. The router's auxiliary loss, with its coefficient, joins the loss where the config has
+    parameters, the head counted too. Layers that the model checkpoints are recomputed in the backward.
+
+    Of mixture-of-experts models, ``experts`` names the implementation in the package; left out, one that traces is
+    taken where there is one, else the stages with experts run on ``engine="eager"``. The router's auxiliary loss, with its coefficient, joins the loss where the config has
     ``output_router_logits`` or ``aux_loss=True`` says so; it is the model's own, over all layers of all stages.
 
     ```python
@@ -71,6 +72,9 @@ def stages(
 
 def causal_loss(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
     """The loss that transformers' causal models compute: each position predicts the next label, in float32.
+
+    It is a mean over the labels of a microbatch. Where microbatches hold different numbers of them, let the pipeline
+    weigh: ``reduction=fpipe.weighted(lambda labels: (labels[:, 1:] != -100).sum())``.
 
     >>> float(causal_loss(torch.zeros(1, 3, 4), torch.tensor([[0, 1, -100]])))
     1.386...
@@ -308,6 +312,11 @@ def _hollow(model: nn.Module, layers: nn.ModuleList, span: tuple[int, int], last
     for child in made.modules():
         if getattr(child, "config", None) is model.config:
             child.config = config
+        if getattr(child, "gradient_checkpointing", False):
+            child.gradient_checkpointing = False  # type: ignore[assignment]
+    for old, new in zip(layers, _layers(_anatomy(made)[0]), strict=True):
+        if getattr(old, "gradient_checkpointing", False) and old.training and not isinstance(new, _Skip):
+            new.forward = remat(new.forward)
     return made
 
 
