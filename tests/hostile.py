@@ -188,7 +188,8 @@ def capabilities(profile: type[Gloo]) -> Capabilities:
     """What is known of a profile: its own facts first, then gloo's."""
     name = profile.__name__.lower()
     gloo = [fact for fact in TABLE if (fact.device, fact.backend) == ("cpu", "gloo")]
-    return Capabilities.of("cpu", name, tuple(replace(fact, backend=name) for fact in (*PROFILES[profile], *gloo)))
+    own = (*PROFILES[profile], _facts("parts", ALL, REFUSED))  # no profile hands that on
+    return Capabilities.of("cpu", name, tuple(replace(fact, backend=name) for fact in (*own, *gloo)))
 
 
 def register() -> None:

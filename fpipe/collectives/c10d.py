@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +26,7 @@ from .faults import Watch
 from .group import Spec, Work
 from .local import LocalGroup
 from .meeting import Meeting
-from .reduce import all_reduce
+from .reduce import all_reduce, start_gather, start_reduce
 from .wire import wire
 
 
@@ -161,11 +162,28 @@ class C10dGroup:
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """By a way that gives the right result on this backend."""
         self._watch.check()
-        on_cpu = tensor.device.type == "cpu" and self.cpu is not None
-        can = self.cpu if on_cpu and self.cpu is not None else self.can
-        way = reduction(can, op, tensor.dtype, self.cpu)
+        way = reduction(self._can(tensor), op, tensor.dtype, self.cpu)
         with self._watch.talking(None, f"for the {op} over"):
             return all_reduce(tensor, way, self.pg, self._wait)
+
+    def start_reduce(self, memory: Tensor, op: str = "sum", *, scatter: bool = False) -> Work:
+        """As all_reduce, under way."""
+        self._watch.check()
+        can = self._can(memory)
+        way = reduction(can, op, memory.dtype, self.cpu)
+        native = (self.cpu if way.staged and self.cpu is not None else can).can("parts", way.carry)
+        with self._watch.talking(None, f"to begin the {op} over"):
+            return _Started(self, *start_reduce(memory, way, self.pg, scatter, native), f"for the {op} over")
+
+    def start_gather(self, memory: Tensor) -> Work:
+        """As bytes."""
+        self._watch.check()
+        staged = memory.device.type != "cpu" and self._through_cpu("gather")
+        with self._watch.talking(None, "to begin to gather from"):
+            return _Started(self, *start_gather(memory, staged, self.pg), "for the parts of")
+
+    def _can(self, tensor: Tensor) -> Capabilities:
+        return self.cpu if tensor.device.type == "cpu" and self.cpu is not None else self.can
 
     def gather_objects(self, obj: object) -> list[Any]:
         """Through the store: no device takes part, and who has not come is named."""
@@ -199,6 +217,29 @@ _DTYPES = tuple({dtype for dtype in vars(torch).values() if isinstance(dtype, to
 
 def _bytes(buffer: Tensor) -> Tensor:
     return buffer.view(-1).view(torch.uint8)
+
+
+class _Started:
+    """A collective under way; ``finish`` makes its result."""
+
+    __slots__ = ("_doing", "_finish", "_found", "_group", "_work")
+
+    def __init__(self, group: C10dGroup, work: Any, finish: Callable[[], Tensor], doing: str):
+        self._group, self._work, self._doing = group, work, doing
+        self._finish: Callable[[], Tensor] | None = finish
+        self._found: tuple[Tensor, ...] = ()
+
+    def done(self) -> bool:
+        return self._finish is None or self._work is None or self._work.is_completed()
+
+    def wait(self) -> tuple[Tensor, ...]:
+        if self._finish is not None:
+            if self._work is not None:
+                with self._group._watch.talking(None, self._doing):
+                    self._group._wait(self._work)
+            self._found = (self._finish(),)
+            self._finish = self._work = None
+        return self._found
 
 
 class _Sent:

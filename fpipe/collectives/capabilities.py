@@ -38,7 +38,7 @@ DTYPES = {
 _CLASS = {dtype: name for name, dtypes in DTYPES.items() for dtype in dtypes}
 
 REDUCTIONS = ("sum", "avg", "premul", "max", "min", "product", "bits")
-MOVES = ("p2p", "broadcast", "gather", "scatter", "exchange")
+MOVES = ("p2p", "broadcast", "gather", "scatter", "exchange", "parts")  # parts: a sum of which each gets a part
 #: Ways of sending that may fail whatever the dtype. tags: a tag picks the message. batch: batch_isend_irecv.
 #: early: a receive posted before this rank's own send. crossed: both directions of a pair in one process group in
 #: any order. self: a message to oneself. poll: ``is_completed`` tells before ``wait``. strided: gaps in memory.
@@ -97,6 +97,8 @@ TABLE: tuple[Fact, ...] = (
     Fact("cpu", "gloo", "p2p", ALL, NATIVE, _TRIAL, True),
     Fact("cpu", "gloo", "broadcast gather scatter exchange", "float half complex int bool", NATIVE, _TRIAL, True),
     Fact("cpu", "gloo", "broadcast gather scatter exchange", "fp8 odd", REFUSED, _TRIAL, True),
+    Fact("cpu", "gloo", "parts", "float half complex int bool", NATIVE, _TRIAL, True, "reduces all, keeps a part"),
+    Fact("cpu", "gloo", "parts", "fp8 odd", REFUSED, _TRIAL, True),
     Fact("cpu", "gloo", "tags batch early crossed", "", NATIVE, _TRIAL, True),
     Fact("cpu", "gloo", "self strided", "", REFUSED, _TRIAL, True),
     Fact("cpu", "gloo", "poll", "", WRONG, _TRIAL, True, "is_completed stays False until wait was called"),
@@ -113,6 +115,7 @@ TABLE: tuple[Fact, ...] = (
     Fact("cuda", "nccl", "sum avg max min product", "odd", REFUSED, _NCCL),
     Fact("cuda", "nccl", "p2p broadcast gather", "float half complex int bool", NATIVE, _NCCL),
     Fact("cuda", "nccl", "scatter exchange", "float half int", NATIVE, _NCCL),
+    Fact("cuda", "nccl", "parts", "float half int", NATIVE, _NCCL),
     Fact("cuda", "nccl", "tags", "", WRONG, _NCCL, note="tags are ignored"),
     Fact("cuda", "nccl", "batch", "", WRONG, _NCCL, note="can hang where it is not the same on both sides"),
     Fact("cuda", "nccl", "crossed", "", WRONG, _NCCL, note="one stream a pair: two sends that meet wait for ever"),

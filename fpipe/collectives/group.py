@@ -169,6 +169,21 @@ class Group(Protocol):
         """``sum``, ``mean``, ``max`` or ``min`` over processes; the argument is left as it is."""
         ...
 
+    def start_reduce(self, memory: Tensor, op: str = "sum", *, scatter: bool = False) -> Work:
+        """``all_reduce``, under way: the work gives the result. ``memory``, of one axis, is the group's from now on.
+
+        With ``scatter`` the result is this process's part of as many equal ones. Collectives that are under way end in
+        the order in which they began; every process must begin them in one order.
+        """
+        ...
+
+    def start_gather(self, memory: Tensor) -> Work:
+        """Under way: every process's part of ``memory`` (of one axis, in equal parts by rank) comes to the others.
+
+        This process's own part is filled in; the work gives ``memory``, whole.
+        """
+        ...
+
     def barrier(self) -> None:
         """Return once every process has come here."""
         ...
@@ -180,6 +195,20 @@ class Group(Protocol):
     def failed(self, error: BaseException) -> None:
         """Tell the others, best effort and at once, that this process raised."""
         ...
+
+
+def part_of(memory: Tensor, part: int, parts: int) -> Tensor:
+    """One of as many equal parts of memory, as a view.
+
+    >>> part_of(torch.arange(6), 1, 3)
+    tensor([2, 3])
+    """
+    if memory.dim() != 1 or memory.numel() % parts:
+        raise MismatchError(
+            f"{list(memory.shape)} elements do not make {parts} equal parts; lay tensors out along one axis and pad it"
+        )
+    size = memory.numel() // parts
+    return memory.narrow(0, part * size, size)
 
 
 def check_message(tensors: Sequence[Tensor], specs: Sequence[Spec], src: int, dst: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DeadlockError, GroupError
-from .group import Done, Spec, Work, check_message
+from .group import Done, Spec, Work, check_message, part_of
 from .wire import lay_out
 
 _SENT = Done()
@@ -116,6 +116,14 @@ class LocalGroup:
         if op not in _REDUCTIONS:
             raise GroupError(f"no reduction is called {op!r}; there are {', '.join(_REDUCTIONS)}")
         return tensor
+
+    def start_reduce(self, memory: Tensor, op: str = "sum", *, scatter: bool = False) -> Work:
+        """Done: there is one process, which has the only part."""
+        return Done((self.all_reduce(memory, op),))
+
+    def start_gather(self, memory: Tensor) -> Work:
+        """Done: there is one process, which has the only part."""
+        return Done((part_of(memory, 0, 1),))
 
     def barrier(self) -> None:
         """Nothing to wait for."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .adapt import Way
+from .group import part_of
 
 _ASK = {
     "sum": dist.ReduceOp.SUM,
@@ -17,7 +18,11 @@ _ASK = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
+#: The name that torch 2.13 gave it, or the one that it had before.
+_SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 Wait = Callable[[Any], None]
+#: A work of torch's (None: nothing to wait for), and what makes the result once it is done.
+Started: TypeAlias = tuple[Any, Callable[[], Tensor]]
 
 
 def all_reduce(tensor: Tensor, way: Way, group: dist.ProcessGroup, wait: Wait) -> Tensor:
@@ -32,6 +37,46 @@ def all_reduce(tensor: Tensor, way: Way, group: dist.ProcessGroup, wait: Wait) -
     if way.divide:
         found = found / group.size()
     return found.to(tensor.device, tensor.dtype) if tensor.dtype != torch.bool else (found != 0).to(tensor.device)
+
+
+def start_reduce(memory: Tensor, way: Way, group: dist.ProcessGroup, scatter: bool, native: bool) -> Started:
+    """``all_reduce`` under way, in ``memory`` itself where that may be; scattered by the backend where it can.
+
+    Where it cannot, everything is reduced and the others' parts are dropped: more bytes, the same bits.
+    """
+    rank, size = group.rank(), group.size()
+    part_of(memory, 0, size if scatter else 1)
+    carried = memory.detach().to("cpu" if way.staged else memory.device, way.carry).contiguous()
+    if way.ask == "gather":
+        pieces = [torch.empty_like(carried) for _ in range(size)]
+        work = dist.all_gather([_raw(piece) for piece in pieces], _raw(carried), group=group, async_op=True)
+    elif scatter and native:
+        pieces = [torch.empty_like(part_of(carried, rank, size))]
+        work = _SCATTER(pieces[0], carried, _ASK[way.ask], group=group, async_op=True)
+    else:
+        pieces = [carried]
+        work = dist.all_reduce(carried, _ASK[way.ask], group=group, async_op=True)
+
+    def finish() -> Tensor:
+        found = _reduce_here(pieces, way.op) if way.ask == "gather" else pieces[0]
+        if scatter and found.numel() == memory.numel() and size > 1:
+            found = part_of(found, rank, size).clone()  # so that the rest can be freed
+        found = found.div_(size) if way.divide else found
+        return (found != 0 if memory.dtype == torch.bool else found).to(memory.device, memory.dtype)
+
+    return work, finish
+
+
+def start_gather(memory: Tensor, staged: bool, group: dist.ProcessGroup) -> Started:
+    """Every process's part into ``memory``, as bytes, which every backend carries."""
+    landing = memory.cpu() if staged else memory
+    parts = [_raw(part_of(landing, rank, group.size())) for rank in range(group.size())]
+    work = dist.all_gather(parts, parts[group.rank()].clone(), group=group, async_op=True) if memory.numel() else None
+    return work, lambda: memory.copy_(landing) if staged else memory
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup, wait: Wait) -> list[Tensor]:

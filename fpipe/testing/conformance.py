@@ -249,6 +249,32 @@ def _reduce_all(group: Group, rank: int, ranks: list[int], size: int, dtype: tor
         assert torch.equal(mine, values(rank)), f"{op} changed its argument"
 
 
+def collectives_under_way(group: Group, rank: int) -> Generator[Work, Any, None]:
+    """Sums and gathers begun together, of every size and dtype, waited for in another order."""
+    if rank != group.here[0]:
+        return
+    ranks, device = _processes(group), group.device(rank)
+    me, size = ranks.index(rank), len(ranks)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for each in (1, 5, 257):
+            values = [(torch.arange(each * size, device=device) % 7 + other).to(dtype) for other in range(size)]
+            total = torch.stack(values).sum(0)
+            whole = values[0].clone()
+            whole.narrow(0, me * each, each).copy_(values[me].narrow(0, me * each, each))
+            works = [
+                group.start_reduce(values[me].clone()),
+                group.start_gather(whole),
+                group.start_reduce(values[me].clone(), scatter=True),
+            ]
+            (part,), (found,), (summed,) = [work.wait() for work in reversed(works)]
+            _equal(summed, total.to(dtype), f"the sum of {each} {dtype}")
+            _equal(part, total.to(dtype)[me * each :][:each], f"part {me} of the sum of {each} {dtype}")
+            wanted = torch.cat([values[other][other * each :][:each] for other in range(size)])
+            _equal(found, wanted, f"what was gathered of {each} {dtype}")
+    _raises(MismatchError, lambda: group.start_gather(torch.ones(1, size)))
+    yield from ()
+
+
 def what_has_no_answer_is_refused(group: Group, rank: int) -> Generator[Work, Any, None]:
     """A mean of integers, an order of complex numbers, an operation that is none."""
     if rank == group.here[0] and len(group.here) < group.size:
@@ -271,6 +297,7 @@ CASES: tuple[Case, ...] = (
     every_rank_can_share,
     objects_are_gathered,
     reductions_are_right,
+    collectives_under_way,
     what_has_no_answer_is_refused,
 )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..collectives.adapt import reduction
 from ..collectives.capabilities import Capabilities
-from ..collectives.group import Done, Spec, Work, check_message
+from ..collectives.group import Done, Spec, Work, check_message, part_of
 from ..collectives.wire import wire
 from ..errors import GroupError, MismatchError, PeerError, StalledError, UnsupportedError
 from .orders import Delay, Drop, Kill, Order, Refuse
@@ -179,12 +179,20 @@ class FakeGroup:
     # ---- all ranks ----------------------------------------------------------------------------------------------
     def _meet(self, name: str, said: Any) -> list[Any]:
         """Everybody says one thing; what each said, by rank. Ranks that came for different things are told."""
+        return self._hear(name, self._come(name, said))
+
+    def _come(self, name: str, said: Any) -> dict[int, tuple[str, Any]]:
+        """Say one's thing and go on."""
         self._call(name.split()[0])
         number, self._met = self._met, self._met + 1
         while len(self._sky.meetings) <= number:
             self._sky.meetings.append({})
         meeting = self._sky.meetings[number]
         meeting[self.rank] = (name, said)
+        return meeting
+
+    def _hear(self, name: str, meeting: dict[int, tuple[str, Any]]) -> list[Any]:
+        """Wait for what the others say."""
         for rank in range(self.size):
             self._until(lambda rank=rank: rank in meeting, rank, f"for rank {rank} to come to {name}")
         other = next((rank for rank in range(self.size) if meeting[rank][0] != name), None)
@@ -213,6 +221,9 @@ class FakeGroup:
         """By rank, in ascending order."""
         way = reduction(Capabilities.of("cpu", "gloo"), op, tensor.dtype)
         pieces = self._meet(f"all_reduce {op} {Spec.of(tensor)}", tensor.detach().to(way.carry, copy=True))
+        return self._reduced(pieces, op, tensor.dtype)
+
+    def _reduced(self, pieces: list[Tensor], op: str, dtype: torch.dtype) -> Tensor:
         stacked = torch.stack(pieces)
         if op in ("sum", "mean"):
             found = pieces[0].clone()
@@ -221,7 +232,30 @@ class FakeGroup:
             found = found / self.size if op == "mean" else found
         else:
             found = stacked.amax(0) if op == "max" else stacked.amin(0)
-        return found != 0 if tensor.dtype == torch.bool else found.to(tensor.dtype)
+        return found != 0 if dtype == torch.bool else found.to(dtype)
+
+    def start_reduce(self, memory: Tensor, op: str = "sum", *, scatter: bool = False) -> Work:
+        """As all_reduce; the others are waited for when the result is."""
+        way = reduction(Capabilities.of("cpu", "gloo"), op, memory.dtype)
+        part_of(memory, 0, self.size if scatter else 1)
+        name = f"start_reduce {op} {Spec.of(memory)}{' scattered' * scatter}"
+        meeting = self._come(name, memory.detach().to(way.carry, copy=True))
+
+        def finish() -> Tensor:
+            found = self._reduced(self._hear(name, meeting), op, memory.dtype)
+            return part_of(found, self.rank, self.size).clone() if scatter else found
+
+        return _Later(finish)
+
+    def start_gather(self, memory: Tensor) -> Work:
+        """Own part told, the others' heard when the whole is waited for."""
+        name = f"start_gather {Spec.of(memory)}"
+        meeting = self._come(name, part_of(memory, self.rank, self.size).detach().clone())
+
+        def finish() -> Tensor:
+            return memory.copy_(torch.cat(self._hear(name, meeting)))
+
+        return _Later(finish)
 
     def barrier(self) -> None:
         """Everybody comes."""
@@ -233,6 +267,22 @@ class FakeGroup:
 
     def failed(self, error: BaseException) -> None:
         """The world sees it anyway."""
+
+
+class _Later:
+    """A collective that this rank has come to; it waits for the others when its result is wanted."""
+
+    def __init__(self, finish: Callable[[], Tensor]):
+        self._finish: Callable[[], Tensor] | None = finish
+        self._found: tuple[Tensor, ...] = ()
+
+    def done(self) -> bool:
+        return self._finish is None
+
+    def wait(self) -> tuple[Tensor, ...]:
+        if self._finish is not None:
+            self._found, self._finish = (self._finish(),), None
+        return self._found
 
 
 class _Sending:
