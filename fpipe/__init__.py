@@ -30,6 +30,7 @@ _TABLE = {
     "generators": "make_schedule register_schedule schedule_names",
     "schedule": "Schedule",
     "simulate": "Costs",
+    "segments": "segment",
     "stage": "Programs Stage remat",
     "tracing": "trace",
     "timeline": "Timeline",
@@ -38,7 +39,7 @@ _TABLE = {
     " scale_by_schedule sgd skip_nonfinite sum_tied weight_decay",
 }
 #: modules and packages that are public by their own name, as in ``fpipe.errors``
-_MODULES = "devices errors interop testing"
+_MODULES = "devices errors interop ops testing"
 
 _FACE = {name: module for module, names in _TABLE.items() for name in names.split()}
 
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from . import devices as devices
     from . import errors as errors
     from . import interop as interop
+    from . import ops as ops
     from . import testing as testing
     from ._launch import launch as launch
     from ._pipeline import Pipeline as Pipeline
@@ -83,6 +85,7 @@ if TYPE_CHECKING:
     from .microbatch import Microbatches as Microbatches
     from .padding import pad as pad
     from .schedule import Schedule as Schedule
+    from .segments import segment as segment
     from .simulate import Costs as Costs
     from .stage import Programs as Programs
     from .stage import Stage as Stage

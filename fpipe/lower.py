@@ -8,8 +8,10 @@ sender's row makes them. Nothing here knows tensors, backends or the names of sc
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from .actions import Action, plain
+from .actions import Action, Fused, plain
+from .fused import Fusing
 from .plan import Job, Kinds, Plan, Step, grad_key
 from .program import Program
 from .route import Key
@@ -20,10 +22,14 @@ from .traffic import Traffic
 
 def lower(job: Job, rank: int) -> Plan:
     """The plan of one rank."""
-    return assign(job, rank, *_Lowering(job, rank).steps())
+    low = Lowering(job, rank)
+    plan = assign(job, rank, *low.steps())
+    return replace(plan, weaves=low.fusing.weaves) if low.fusing.weaves else plan
 
 
-class _Lowering:
+class Lowering:
+    """One rank's plan while it is made."""
+
     def __init__(self, job: Job, rank: int):
         self.job, self.rank = job, rank
         self.placement = job.schedule.placement
@@ -33,8 +39,10 @@ class _Lowering:
         self.out: list[Step] = []
         self._names: dict[int, dict[str, tuple[str, int]]] = {}
         self.traffic = Traffic(job, rank, self.out, self.here)
+        self.fusing = Fusing(self, job.overlap)
 
     def kind(self, mb: int) -> Kinds:
+        """The kind of a microbatch."""
         return self.job.kinds[self.job.kind_of[mb]]
 
     # ---- names --------------------------------------------------------------------------------------------------
@@ -66,16 +74,22 @@ class _Lowering:
         """All steps, the index of the first one after the last forward, and the keys wanted at the end."""
         split = 0
         self.traffic.begin()
-        row = list(plain(self.job.schedule[self.rank]))
-        backward = next((i for i, action in enumerate(row) if action.op != "F"), len(row))
-        for place, action in enumerate(row):
-            if place == backward and self.job.phased:
-                self.traffic.next_phase()
-                split = len(self.out)
-                self.traffic.begin()
-            self.traffic.before(place)
-            self._act(action)
-        if backward == len(row) and self.job.phased:
+        row = self.job.schedule[self.rank]
+        backward = next((i for i, action in enumerate(plain(row)) if action.op != "F"), -1)
+        place = 0
+        for position, action in enumerate(row):
+            if isinstance(action, Fused) and self.fusing.act(action, position):
+                place += len(action.parts)
+                continue
+            for part in action.parts:
+                if place == backward and self.job.phased:
+                    self.traffic.next_phase()
+                    split = len(self.out)
+                    self.traffic.begin()
+                self.traffic.before(place)
+                self._act(part)
+                place += 1
+        if backward < 0 and self.job.phased:
             self.traffic.next_phase()
             split = len(self.out)
         self.traffic.drain()
@@ -87,37 +101,45 @@ class _Lowering:
         kinds, top = self.kind(mb), self.job.stages - 1
         own = kinds.programs[stage]
         if op == "F":
-            self._run(action, own, own.f, stage)
+            self.run(action, own, own.f, stage)
+            if stage == top and kinds.loss is not None:
+                self.run(action, kinds.loss, kinds.loss.f, stage + 1)
+            self.traffic.send(action, stage, "F")
+        elif op == "W":
+            self.run(action, own, self.with_adds(own, "W", stage), stage)
+        else:
+            if stage == top and kinds.loss is not None:
+                self.run(action, kinds.loss, kinds.loss.b, stage + 1)
+            if stage == top:
+                self.traffic.send(action, stage + 1, "I")
+            self.run(action, own, own.i if op == "I" else self.with_adds(own, "B", stage), stage)
+            self.traffic.send(action, stage, "I")
+        self.end(action)
+
+    def end(self, action: Action) -> None:
+        """What follows an action's programs: state goes on, gradients are added, what the caller wants is had."""
+        stage, op, mb = action
+        kinds = self.kind(mb)
+        own = kinds.programs[stage]
+        if op == "F":
             if own.new_state:
                 self.state[stage] = [self.key(own, stage, mb, n) for n in own.new_state]
-            if stage == top and kinds.loss is not None:
-                self._run(action, kinds.loss, kinds.loss.f, stage + 1)
-            elif stage == top:
+            if stage == self.job.stages - 1 and kinds.loss is None:
                 for j, made in enumerate(kinds.wires.faces[-1].ys):
                     if made is not None:
                         self.traffic.fetch(kinds.wires.forward(stage, j, mb))
-            self.traffic.send(action, stage, "F")
-            return
-        if op != "W":
-            if stage == top and kinds.loss is not None:
-                self._run(action, kinds.loss, kinds.loss.b, stage + 1)
-            if stage == top:
-                self.traffic.send(action, stage + 1, "I")
-            self._run(action, own, own.i if op == "I" else self._with_adds(own, "B", stage), stage)
-            self.traffic.send(action, stage, "I")
-            if stage == 0 and self.job.wants_dx:
-                for found in self._input_gradients(own, kinds, mb):
-                    self.traffic.fetch(found)
-        if op != "I":
-            if op == "W":
-                self._run(action, own, self._with_adds(own, "W", stage), stage)
+        elif op != "W" and stage == 0 and self.job.wants_dx:
+            for found in self._input_gradients(own, kinds, mb):
+                self.traffic.fetch(found)
+        if op in "BW":
             self._add(action, own, op)
 
     def _input_gradients(self, own: Programs, kinds: Kinds, mb: int) -> list[Key]:
         found = (kinds.wires.cotangent(-1, i, mb) for i in range(own.counts[1]))
         return [key for key in found if key is not None]
 
-    def _run(self, action: Action, own: Programs, program: Program, stage: int) -> None:
+    def have(self, action: Action, own: Programs, program: Program, stage: int) -> tuple[Key, ...]:
+        """Have what a program reads, waiting for messages and making zeros where nobody makes a value."""
         mb = action.microbatch
         reads = tuple(self.key(own, stage, mb, name) for name in program.inputs)
         for name, key in zip(program.inputs, reads, strict=True):
@@ -126,12 +148,18 @@ class _Lowering:
                 aval = own.y_avals[int(name[2:])]
                 self.out.append(Step("ZERO", action, writes=(key,), avals=(aval,)))
                 self.here.add(key)
+        return reads
+
+    def run(self, action: Action, own: Programs, program: Program, stage: int) -> None:
+        """Run a program on what it reads."""
+        mb = action.microbatch
+        reads = self.have(action, own, program, stage)
         if program.nodes or program.outputs or own.eager:
             writes = tuple((stage, mb, name) for name in program.outputs)
             self.here.update(writes)
             self.out.append(Step(program.name, action, reads, writes, program, own))  # type: ignore[arg-type]
 
-    def _with_adds(self, own: Programs, letter: str, stage: int) -> Program:
+    def with_adds(self, own: Programs, letter: str, stage: int) -> Program:
         """The program that adds into gradients itself, once they are all there; until then the one that makes them."""
         made = own.added_by(letter)
         if made and all(grad_key(stage, index) in self.added for index in made):

@@ -19,6 +19,7 @@ from .program import Program
 from .route import Key, Wires
 from .schedule import Schedule
 from .stage import Aval, Programs
+from .weaving import Overlap, Weave
 
 Kind: TypeAlias = Literal["F", "B", "I", "W", "RECV", "WAIT", "SEND", "ADD", "ZERO", "SUM", "SETTLE"]
 
@@ -55,6 +56,7 @@ class Instruction:
             "SETTLE": f"{self.number} to {self.peer}",
         }
         words = [self.kind if self.action is None or len(self.kind) > 1 else str(self.action)]
+        words += [self.program.label] if self.program is not None and self.program.label else []
         words += [what[self.kind]] if self.kind in what else []
         words += [f"{list(self.reads)}"] if self.reads else []
         words += [f"-> {list(self.writes)}"] if self.writes else []
@@ -92,6 +94,7 @@ class Job:
     wired: bool = False  # some ranks live in other processes
     strict: bool = False  # a send blocks until it is asked for, and receives are posted exactly where the plan says
     ahead: int = 2
+    overlap: Overlap = field(default_factory=Overlap)
 
     @property
     def stages(self) -> int:
@@ -116,10 +119,15 @@ class Plan:
     split: int
     peak: int
     curve: tuple[int, ...] = ()
+    weaves: Mapping[str, Weave] = field(default_factory=dict)  # by fused action
 
     def __str__(self) -> str:
         head = f"rank {self.rank}: {len(self.instructions)} instructions, {self.slots} slots, peak {self.peak:,} bytes"
-        return "\n".join([head, *(f"  {i:4d}  {ins}" for i, ins in enumerate(self.instructions))])
+        lines = [head, *(f"  {i:4d}  {ins}" for i, ins in enumerate(self.instructions))]
+        for made in {id(w): w for w in self.weaves.values()}.values():
+            others = sum(w is made for w in self.weaves.values()) - 1
+            lines += ["", str(made), *([f"  and {others} more fused actions like it"] if others else [])]
+        return "\n".join(lines)
 
 
 def grad_key(stage: int, index: int) -> Key:

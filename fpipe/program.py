@@ -51,7 +51,9 @@ class Program:
     """A callable straight-line program.
 
     ``inputs`` and ``outputs`` are value names, in the order of the box and of the returned tuple; ``code`` is the
-    source that runs. ``random`` says whether it draws. Calling it empties the box.
+    source that runs. ``random`` says whether it draws; ``stream``, for one segment of several that draw, whether it
+    takes the random stream over from another and whether it leaves it to one. ``adds`` names, for a value, the inputs
+    it is added into; ``label`` is what a segment is called. Calling it empties the box.
 
     >>> gm = fx.symbolic_trace(lambda a, b: torch.add(a, b))
     >>> add = Program.from_nodes("add", gm.graph.nodes, inputs=["a", "b"], outputs=["add"])
@@ -62,19 +64,19 @@ class Program:
     def __init__(
         self, name: str, code: str, run: Callable[[list[Any]], tuple[Any, ...]], inputs: Sequence[str],
         outputs: Sequence[str], *, random: bool = False, nodes: Sequence[fx.Node] = (),
-        constants: Mapping[str, Any] | None = None,
+        constants: Mapping[str, Any] | None = None, adds: Mapping[str, Sequence[str]] | None = None,
     ):  # fmt: skip
         self.name, self.code = name, code
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
         self.random, self.nodes = random, tuple(nodes)
         self.run = run
         self.constants = dict(constants or {})
-
-    def __call__(self, box: list[Any]) -> tuple[Any, ...]:
         self.adds = dict(adds or {})
         self.label = ""
         self.of = ""  # whose program it is, for messages
         self.stream: tuple[bool, bool] | None = None
+
+    def __call__(self, box: list[Any]) -> tuple[Any, ...]:
         return self.run(box)
 
     def __repr__(self) -> str:
@@ -95,7 +97,7 @@ class Program:
         space = dict(scope)
         exec(compile(code, f"<fpipe program {name}>", "exec"), space)
         return cls(name, code, space[name], inputs, outputs, random=any(map(draws, body)), nodes=body,
-                   constants=constants)  # fmt: skip
+                   constants=constants, adds=adds)  # fmt: skip
 
 
 def draws(node: fx.Node) -> bool:

@@ -190,6 +190,7 @@ class Programs:
     compiled: bool = False
     label: str = ""
     _adding: dict[str, Program] = field(default_factory=dict, repr=False)
+    segments: dict[int, Any] = field(default_factory=dict, repr=False)  # what programs are cut into, by their id
 
     # ---- bytes --------------------------------------------------------------------------------------------------
     def held(self, names: Sequence[str]) -> int:
@@ -227,8 +228,8 @@ class Programs:
             inputs = (*program.inputs, *(into for many in adds.values() for into in many))
             outputs = [name for name in program.outputs if name not in adds or name in self.dxs]
             found = Program.from_nodes(program.name, program.nodes, inputs, outputs, program.constants, adds)
-            self._adding[letter] = found
             found.of = program.of
+            self._adding[letter] = found
         return found
 
     # ---- by hand ------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from . import _fake, tree
+from ._marks import collecting, followed
 from ._purity import spell_out
 from .compiling import compiled
 from .cut import Joint, Piece, cut
@@ -98,12 +99,16 @@ def _joint_graph(stage: Stage, signature: Signature, made: Outputs) -> fx.GraphM
         given = [list(group) for group in groups]
         for (g, i), value in zip(slots, flat[:count], strict=True):
             given[g][i] = value
-        y, aux, state = call(stage, signature, given, made.copies)
+        with collecting() as marks:
+            y, aux, state = call(stage, signature, given, made.copies)
         ys = [leaf for leaf in tree.leaves(y) if tree.is_tensor(leaf)]
         ends = [leaf for leaf in (*ys, *([] if aux is None else [aux])) if leaf.requires_grad]
         wrt = [v for group, avals in zip(given[:2], signature.leaves[:2], strict=True)
                for v, a in zip(group, avals, strict=True) if isinstance(a, Aval) and a.grad]  # fmt: skip
-        grads = torch.autograd.grad(ends, wrt, flat[count:], allow_unused=True) if ends and wrt else [None] * len(wrt)
+        if not ends or not wrt:
+            return (*ys, *([] if aux is None else [aux]), *tree.leaves(state), *([None] * len(wrt)))
+        with followed(ends, marks):
+            grads = torch.autograd.grad(ends, wrt, flat[count:], allow_unused=True)
         return (*ys, *([] if aux is None else [aux]), *tree.leaves(state), *grads)
 
     flat = [groups[g][i] for g, i in slots]
@@ -205,12 +210,12 @@ def _program(letter: str, piece: Piece, constants: dict[str, Any], stage: Stage,
     inside = {name: value for name, value in constants.items() if name in used}
     inputs = [name for name in piece.inputs if name not in inside]
     program = Program.from_nodes(letter, piece.nodes, inputs, piece.outputs, inside)
+    program.of = of
     return compiled(program, inside, stage.compile) if stage.compile else program
 
 
 def _fresh(
     dps: Sequence[fx.Node], memory: dict[str, Held], handed: Sequence[str], dxs: Sequence[fx.Node | None]
-    program.of = of
 ) -> frozenset[str]:
     """Gradients that own their storage alone, so that later ones may be added into them."""
     owners: dict[str, int] = {}

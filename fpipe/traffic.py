@@ -16,7 +16,6 @@ from .plan import Job, Kinds, Step, spec_of
 from .route import Key, Out
 from .simulate import Costs, simulate_rows
 
-
 #: Where all ranks follow one order, sends that may be under way to one rank.
 _BEHIND = 2
 
@@ -89,7 +88,7 @@ class Traffic:
         channels = []
         for src in sorted(sources - {self.rank}):
             channel = Channel(src)
-            for place, action in enumerate(plain(job.schedule[src])):
+            for action, place, _ in _places(job, src):
                 if job.phased and action.op != "F" and channel.fence < 0:
                     channel.fence = len(channel.messages)
                 for fact in gives(action):
@@ -218,7 +217,7 @@ class Traffic:
         places = self._places.get(rank)
         if places is None:
             places = self._places[rank] = {}
-            for place, action in enumerate(plain(self.job.schedule[rank])):
+            for action, _, place in _places(self.job, rank):
                 if action.op != "W":
                     places[action.stage, action.microbatch] = place  # the backward, where there is one, comes last
         return places.get((min(max(stage, 0), self.job.stages - 1), mb), -1)
@@ -232,3 +231,15 @@ class Traffic:
             count += 1
         if count:
             self.out.append(Step("SETTLE", peer=peer, number=count))
+
+
+def _places(job: Job, rank: int) -> Iterator[tuple[Action, int, int]]:
+    """The actions of a row, each with the place from which on it may have made its message, and the one by which it
+    has surely read what it needs: its own, or the first and the last of what it is woven with."""
+    place = 0
+    woven = job.overlap.how != "sequential" and not job.strict
+    for action in job.schedule[rank]:
+        first, last = place, place + len(action.parts) - 1
+        for part in action.parts:
+            yield part, first if woven else place, last if woven else place
+            place += 1

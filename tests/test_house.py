@@ -19,8 +19,8 @@ ROOT = Path(fpipe.__file__).parent
 #: A module imports only from floors below its own; a package's files may import each other, but not in a circle.
 FLOORS = (
     ("errors", "_version"),
-    ("actions",),
-    ("text", "walk"),
+    ("actions", "weaving"),
+    ("text", "walk", "weaver"),
     ("check", "pictures"),
     ("timeline",),
     ("simulate",),
@@ -34,10 +34,11 @@ FLOORS = (
     ("program",),
     ("cut", "_purity"),
     ("compiling",),
-    ("stage",),
+    ("stage", "_marks", "estimates", "ops"),
     ("devices",),
     ("collectives",),
     ("_fake",),
+    ("segments",),
     ("signature", "splitting"),
     ("rehearsal",),
     ("eager",),
@@ -46,6 +47,7 @@ FLOORS = (
     ("plan",),
     ("ledger", "traffic"),
     ("slots",),
+    ("fused",),
     ("lower",),
     ("run", "agreeing"),
     ("debugging",),
@@ -65,6 +67,8 @@ TORCH_FREE = {name for names in FLOORS[: FLOOR["tree"]] for name in names}
 #: The only files that may touch private parts of torch, and which; each is small, so that a new torch is soon met.
 PRIVATE_TORCH: dict[str, set[str]] = {
     "_fake.py": {"torch._subclasses", "torch._ops", "torch._C"},
+    "_marks.py": {"torch.autograd._get_sequence_nr"},
+    "ops.py": {"torch.ops._c10d_functional"},
     "_purity.py": {"torch._subclasses", "torch._ops", "torch.utils._python_dispatch"},
     "collectives/_store.py": {"torch.distributed.distributed_c10d._get_default_store"},
     "interop/_modes.py": {"torch.utils._python_dispatch"},
