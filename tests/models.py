@@ -1,5 +1,6 @@
-"""Five small models as pure stages, for tests of the whole engine: any number of stages, module-level functions only, so
-that one trace serves every schedule, and an oracle that never touches fpipe's engine.
+"""Five small models as pure stages, for tests of the whole engine, and an oracle that never touches it.
+
+Any number of stages; module-level functions only, so that one trace serves every schedule.
 
     model = MODELS["mlp"]; stages, params, state = model.make(4); x, y = model.batch(microbatches=3)
 """
@@ -21,7 +22,7 @@ import fpipe
 WIDTH, ROWS, SEED = 4, 2, 7  # of a hidden layer, of a microbatch, of the draws
 
 
-# ---- stages -----------------------------------------------------------------------------------------------------------
+# ---- stages ---------------------------------------------------------------------------------------------------------
 def mlp(p, x):
     return x + torch.tanh(x @ p["w1"] + p["b"]) @ p["w2"]
 
@@ -67,7 +68,7 @@ def experts(p, x):
     return x + y, 0.1 * (gates.mean(0) * (weight > 0).float().mean(0)).sum()
 
 
-# ---- losses -----------------------------------------------------------------------------------------------------------
+# ---- losses ---------------------------------------------------------------------------------------------------------
 def squared(y, t):
     return (y - t).square().mean()
 
@@ -80,9 +81,9 @@ def with_aux(y, t):
     return (y - t).square().mean(), {"rows": y.shape[0], "mean": y.mean()}
 
 
-# ---- models -----------------------------------------------------------------------------------------------------------
+# ---- models ---------------------------------------------------------------------------------------------------------
 class Model(NamedTuple):
-    """Stages and data by count. ``keywords`` go to fpipe.pipeline."""
+    """Stages, parameters and data by count."""
 
     name: str
     stages: Callable[[int], list[Any]]
@@ -150,7 +151,7 @@ MODELS = {
         Model(
             "tied", tied_stages, tied_params,
             lambda rows: (torch.randint(5, (rows, 3)), torch.randint(5, (rows, 3))), cross_entropy,
-            tied=lambda n: ((f"0.wte", f"{n - 1}.wte"),) if n > 1 else (),
+            tied=lambda n: (("0.wte", f"{n - 1}.wte"),) if n > 1 else (),
         ),
         Model(
             "moe", lambda n: [fpipe.Stage(experts, aux_loss=True)] * n,
@@ -161,7 +162,7 @@ MODELS = {
 }  # fmt: skip
 
 
-# ---- the oracle -------------------------------------------------------------------------------------------------------
+# ---- the oracle -----------------------------------------------------------------------------------------------------
 class One(NamedTuple):
     """What one microbatch gives, run through the whole model by plain autograd."""
 

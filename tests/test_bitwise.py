@@ -1,7 +1,7 @@
 """The promise of API.md, bit for bit: every schedule against plain autograd that runs one microbatch after another.
 
-The oracle (``models.py``) shares no code with the engine. Where a stage has replicas, each accumulates for itself and the two
-are added; state of a replicated stage is that of its first home.
+The oracle (``models.py``) shares no code with the engine. Where a stage has replicas, each accumulates for itself and
+the two are added; state of a replicated stage is that of its first home.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import optree
 import pytest
 import torch
-from models import MODELS, SEED, Model, one, state_after
-from schedule_table import TABLE, Case, cases
 
 import fpipe
 from fpipe.actions import plain
+from models import MODELS, SEED, Model, one, state_after
+from schedule_table import TABLE, Case, cases
 
 RANKS = (1, 2, 4)
 MICROBATCHES = range(1, 13)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import optree
@@ -188,7 +188,7 @@ def test_argnums(params: list[Tensor], x: Tensor, t: Tensor):
     leaf = x.clone().requires_grad_()
     y = [reduce(lambda v, p: layer(p, v), params, part) for part in leaf.chunk(PARTS)]
     true = torch.autograd.grad(sum(squared(a, b) / PARTS for a, b in zip(y, t.chunk(PARTS), strict=True)), leaf)[0]
-    assert torch.allclose(dx, true)
+    assert torch.equal(loss, pipe(params, x, t)) and torch.allclose(dx, true)
     assert same(dp, fpipe.grad(pipe)(params, x, t))
     assert torch.equal(fpipe.grad(pipe, argnums=1)(params, x, t), dx)
     xs, ts = fpipe.Microbatches(parts(x)), fpipe.Microbatches(parts(t))
@@ -304,6 +304,12 @@ def test_microbatches_of_other_structure(params: list[Tensor], x: Tensor, t: Ten
     assert same(made, plain([first, layer, layer, layer], params, xs, ts))
 
 
+def plain_with_sides(params: Any, x: Tensor, t: Tensor, mask: Tensor, weight: Tensor | None, scale: float) -> Tensor:
+    masked = lambda p, v: layer(p, v) * mask * scale
+    loss = squared if weight is None else lambda y, a: (squared(y, a) * weight).mean()
+    return plain([layer, masked, layer, masked], params, [x], [t], loss, [1 / PARTS])[0]
+
+
 def test_side_inputs(params: list[Tensor], x: Tensor, t: Tensor):
     def masked(p, v, *, mask, scale=1.0):
         return layer(p, v) * mask * scale
@@ -316,12 +322,9 @@ def test_side_inputs(params: list[Tensor], x: Tensor, t: Tensor):
     for scale, w in ((2.0, weight), (3.0, None)):
         given = {"mask": mask, "scale": scale} | ({} if w is None else {"weight": w})
         made = fpipe.value_and_grad(pipe)(params, x, t, **given)
-        total = 0
-        for k in range(PARTS):
-            m = parts(mask)[k]
-            fns = [layer, lambda p, v: layer(p, v) * m * scale, layer, lambda p, v: layer(p, v) * m * scale]
-            own = (lambda y, a: squared(y, a)) if w is None else (lambda y, a: (squared(y, a) * parts(w)[k]).mean())
-            total = total + plain(fns, params, [parts(x)[k]], [parts(t)[k]], own, [1 / PARTS])[0]
+        one = partial(plain_with_sides, params, scale=scale)
+        shares = [None] * PARTS if w is None else parts(w)
+        total = sum(map(one, parts(x), parts(t), parts(mask), shares))
         assert torch.equal(made[0], total)
     plan = pipe.plan(params, x, t, mask=mask, weight=weight)
     sent = [ins for rank in (0, 1) for ins in plan[rank].instructions if ins.kind == "SEND"]
@@ -595,7 +598,7 @@ def test_pytrees_between_stages(name: str, schedule: str, ranks: int, params: li
 
 
 def test_a_skip_goes_straight_from_its_maker_to_its_user(params: list[Tensor], x: Tensor, t: Tensor):
-    """Between ranks 1 and 2 only the layers' own output travels; the skip goes from rank 0 to rank 3 and straight back."""
+    """Between ranks 1 and 2 only the layers' output travels; the skip goes from rank 0 to rank 3, and straight back."""
     plan = piped(TREES["skip"], "GPipe", 4).plan(params, x, t)
     sent = {(r, ins.peer): 0 for r in range(4) for ins in plan[r].instructions if ins.kind == "SEND"}
     for rank in range(4):

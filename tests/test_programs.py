@@ -236,7 +236,7 @@ def test_w_holds_only_what_it_needs():
     del saved, y
     gc.collect()
     assert probe() is None
-    assert set(programs.backward_weight.program.inputs) <= set(programs.kept)
+    assert set(programs.backward_weight.program.inputs) <= set(kept.values)
 
 
 def held(values: Any, apart: Any) -> int:
