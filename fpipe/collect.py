@@ -48,15 +48,36 @@ class Collected:
     # ---- the loss -----------------------------------------------------------------------------------------------
     def loss(self) -> torch.Tensor:
         """The total: every microbatch's loss and auxiliary losses, weighted, added in microbatch order."""
-        losses, aux = self._scalars()
+        sources = self.resolved.memo("scalars", self._sources)
+        if len(sources) == 1:  # one rank has them all, and tells the sum
+            ((rank, wanted),) = sources
+            mine = rank in self.group.here
+            total = self._total({w: self._get(rank, key) for w, key, _ in wanted}) if mine else None
+            if self.alone:
+                assert total is not None
+                return total
+            aval = next(aval for where, _, aval in wanted if where[0] == self.stages)
+            return self._shared(None if total is None else [total], [aval.dtype], rank)[0]
+        found: dict[tuple[int, int], torch.Tensor] = {}
+        for rank, wanted in sources:
+            values = [self._get(rank, key) for _, key, _ in wanted] if rank in self.group.here else None
+            if not self.alone:
+                values = self._shared(values, [aval.dtype for _, _, aval in wanted], rank)
+            assert values is not None
+            found |= {where: value for (where, _, _), value in zip(wanted, values, strict=True)}
+        return self._total(found)
+
+    def _total(self, found: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
+        """The weighted sum of scalars by (stage, microbatch), the losses under one stage past the last."""
         weights = self.values.weights
         assert weights is not None
+        with_aux = sorted({stage for stage, _ in found if stage != self.stages})
         total = None
         for mb in range(self.number):
-            value = losses[mb]
+            value = found[self.stages, mb]
             extra = None
-            for stage in range(self.stages):
-                more = aux.get((stage, mb))
+            for stage in with_aux:
+                more = found.get((stage, mb))
                 if more is not None:
                     more = more.to(value.device)
                     extra = more if extra is None else extra + more
@@ -66,24 +87,10 @@ class Collected:
         assert total is not None
         return total
 
-    def _scalars(self) -> tuple[dict[int, torch.Tensor], dict[tuple[int, int], torch.Tensor]]:
-        losses: dict[int, torch.Tensor] = {}
-        aux: dict[tuple[int, int], torch.Tensor] = {}
-        for rank in range(self.group.size):
-            wanted = self._scalar_keys(rank)
-            if not wanted:
-                continue
-            mine = rank in self.group.here
-            values = [self._get(rank, key) for _, key, _ in wanted] if mine else None
-            if not self.alone:
-                values = self._shared(values, [aval.dtype for _, _, aval in wanted], rank)
-            assert values is not None
-            for (where, _, _), value in zip(wanted, values, strict=True):
-                if where[0] == self.stages:
-                    losses[where[1]] = value
-                else:
-                    aux[where] = value
-        return losses, aux
+    def _sources(self) -> list[tuple[int, list[tuple[tuple[int, int], Key, Aval]]]]:
+        """The ranks that make losses or auxiliary losses, with where each stands; known to every process."""
+        made = [(rank, self._scalar_keys(rank)) for rank in range(self.group.size)]
+        return [(rank, wanted) for rank, wanted in made if wanted]
 
     def _shared(self, values: list[Any] | None, dtypes: list[torch.dtype], rank: int) -> list[Any]:
         """A rank's scalars on every rank, with the tag of the plan that made them."""

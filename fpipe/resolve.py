@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -19,13 +19,14 @@ from ._version import __version__
 from .agreeing import agree, tag_of, together
 from .collectives.group import Group, Spec, contiguous
 from .errors import MismatchError, StageError
-from .lower import lower
+from .ordering import lower_together
 from .plan import Job, Kinds, Plan
 from .route import Face, Wires
 from .run import Bound, Check, Options, bind
 from .schedule import Schedule
 from .stage import Aval, Programs, Stage, as_stage, keyword_only
 from .tracing import Signature, programs_of
+from .weaving import Overlap
 
 Leaf = Any  # an Aval, or (type, value)
 _NOTHING = tree.flatten(None)[1]
@@ -86,6 +87,14 @@ class Resolved:
     loss: tuple[Programs | None, ...]  # by kind
     random: bool
     tag: int = 0  # of what every rank must have agreed on
+    _memo: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def memo(self, name: str, make: Callable[[], Any]) -> Any:
+        """Something that follows from the plans, made at its first use."""
+        found = self._memo.get(name)
+        if found is None:
+            found = self._memo[name] = make()
+        return found
 
     @property
     def plans(self) -> dict[int, Plan]:
@@ -105,6 +114,7 @@ class Recipe:
     wide: torch.dtype | None
     frozen: tuple[str, ...] = ()
     check: Check | None = None
+    overlap: Overlap = field(default_factory=Overlap)
 
 
 def resolve(recipe: Recipe, request: Request) -> Resolved:
@@ -117,7 +127,8 @@ def resolve(recipe: Recipe, request: Request) -> Resolved:
     training = request.mode != "forward"
     if kinds:
         _check_frozen(recipe, kinds[0].faces)
-    bound, jobs = {}, {}
+    bound: dict[int, Bound] = {}
+    jobs: dict[int, Job] = {}
     for rank in here:
         made = tuple(kind.for_rank(rank) for kind in kinds)
         tied, specs = _ties(recipe, request, kinds)
@@ -125,9 +136,9 @@ def resolve(recipe: Recipe, request: Request) -> Resolved:
             request.schedule, made, request.kind_of, training=training, tied=tied, grad_specs=specs,
             wide=recipe.wide, wants_dx=request.wants_dx, phased=request.mode == "vjp",
             wired=len(here) < recipe.group.size,
-            strict=recipe.group.strict,
+            strict=recipe.group.strict, overlap=recipe.overlap,
         )  # fmt: skip
-        plan = lower(jobs[rank], rank)
+    for rank, plan in lower_together(jobs).items():
         options = Options(wide=recipe.wide, check=recipe.check, device=recipe.group.device(rank))
         bound[rank] = bind(plan, recipe.group, options)
     random = any(ins.program is not None and ins.program.random for b in bound.values() for ins in b.plan.instructions)
@@ -154,6 +165,7 @@ def _facts(recipe: Recipe, request: Request) -> dict[str, str | None]:
         "the shapes of the targets": shapes([target for kind in request.kinds for target in kind[1]]),
         "tied parameters": str(recipe.tied),
         "the dtype of accumulation": str(recipe.wide),
+        "overlap": recipe.overlap.how,
     }
 
 
