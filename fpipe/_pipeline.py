@@ -26,6 +26,7 @@ from .resolve import Recipe, Resolved, loss_sides
 from .run import Check
 from .schedule import Schedule
 from .stage import Engine, Stage, as_stage
+from .weaving import Overlap
 
 Outputs = Literal["zeros", "everywhere", "last"]
 Reduction = Any  # "mean", "sum" or a Weighted
@@ -54,8 +55,9 @@ class Pipeline:
         self, stages: Sequence[Callable[..., Any] | Stage], schedule: Any, *, loss: Callable[..., Any] | None,
         microbatches: int | None, group: Group, reduction: Reduction, seed: int | None, frozen: Sequence[str],
         tied: Sequence[Sequence[str]], outputs: Outputs, accumulate: torch.dtype | None, engine: Engine,
-        compile: str | None,
+        compile: str | None, overlap: Any,
     ):  # fmt: skip
+        self.overlap = Overlap.of(overlap)
         self.loss = loss if loss is None or engine == "trace" else _settled(as_stage(loss), engine, None)
         self.microbatches, self.group = microbatches, group
         self.reduction, self.seed, self.outputs, self.accumulate = reduction, seed, outputs, accumulate
@@ -107,7 +109,8 @@ class Pipeline:
 
     def recipe(self, has_aux: bool, check: Check | None = None) -> Recipe:
         """What the cold path needs."""
-        return Recipe(self.functions, self.loss, has_aux, self.group, self.tied, self.accumulate, self.frozen)
+        return Recipe(self.functions, self.loss, has_aux, self.group, self.tied, self.accumulate, self.frozen, check,
+                      self.overlap)  # fmt: skip
 
     @cached_property
     def sides(self) -> tuple[tuple[str, ...], ...]:
@@ -183,11 +186,13 @@ def pipeline(
     microbatches: int | None = None, group: Group | None = None, reduction: Reduction = "mean",
     seed: int | None = None, frozen: Sequence[str] = (), tied: Sequence[Sequence[str]] = (),
     outputs: Outputs = "zeros", accumulate: torch.dtype | None = None, engine: Engine = "trace",
-    compile: str | None = None,
+    compile: str | None = None, overlap: Any = "weave",
 ) -> Pipeline:  # fmt: skip
     """Make a function of (params, x, *targets) out of stages, a schedule and a loss.
 
-    ``schedule`` is a name, a Schedule, a path to a CSV, or a function (ranks, microbatches) -> Schedule.
+    ``schedule`` is a name, a Schedule, a path to a CSV, or a function (ranks, microbatches) -> Schedule. ``overlap`` says
+    how fused actions run: ``"weave"``, ``"sequential"``, a function that gets both parts and returns both results, or a
+    weave as data, a list of (which program, which segment).
 
     >>> def layer(p, x): return torch.tanh(x @ p)
     >>> def loss(y, t): return (y - t).square().mean()
@@ -206,6 +211,7 @@ def pipeline(
     return Pipeline(
         stages, schedule, loss=loss, microbatches=microbatches, group=group or init(), reduction=reduction,
         seed=seed, frozen=frozen, tied=tied, outputs=outputs, accumulate=accumulate, engine=engine, compile=compile,
+        overlap=overlap,
     )  # fmt: skip
 
 

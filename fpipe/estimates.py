@@ -47,6 +47,7 @@ class Collective:
     told: str  # shapes and splits, as every member must say them alike in kind
     nbytes: int
     nanoseconds: int
+    number: int = 0  # among those of its program
 
 
 def started(node: fx.Node) -> Collective | None:

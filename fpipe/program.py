@@ -75,6 +75,7 @@ class Program:
         self.label = ""
         self.of = ""  # whose program it is, for messages
         self.stream: tuple[bool, bool] | None = None
+        self.numbers: dict[str, int] = {}  # of a segment: its program's collectives
 
     def __call__(self, box: list[Any]) -> tuple[Any, ...]:
         return self.run(box)

@@ -13,8 +13,10 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ._fake import where
 from .collectives.group import Group, Work
-from .errors import ActionError, DeadlockError, FpipeError
+from .copies import together
+from .errors import ActionError, DeadlockError, FpipeError, StageError
 from .plan import Instruction, Plan
 
 Registers: TypeAlias = list[Any]
@@ -39,6 +41,7 @@ class Options:
     wide: torch.dtype | None = None
     check: Check | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    first: int = 0  # the number of the first microbatch among those of all copies
 
 
 def bind(plan: Plan, group: Group, options: Options) -> Bound:
@@ -61,9 +64,9 @@ def execute(bound: Bound, r: Registers, start: int = 0, stop: int | None = None)
                 _lay(r, writes, work.wait())
                 del work, pending  # they hold what arrived
             index += 1
-    except FpipeError:
-        raise
     except Exception as error:
+        if isinstance(error, FpipeError) and (isinstance(error, ActionError) or not isinstance(error, StageError)):
+            raise
         raise _explain(error, bound.plan.instructions[index], bound.plan.rank) from error
 
 
@@ -103,6 +106,8 @@ def drive(runs: Mapping[int, Generator[Work, None, None]], describe: Callable[[i
 def _bind(ins: Instruction, rank: int, group: Group, options: Options) -> StepFn:
     if ins.program is not None:
         return _program(ins, options, rank, group)
+    if ins.share is not None:
+        return together(ins, ins.share, group.journal, rank)
     if ins.kind == "SEND":
         return _send(ins, rank, group)
     if ins.kind == "RECV":
@@ -123,7 +128,8 @@ def _program(ins: Instruction, options: Options, rank: int, group: Group) -> Ste
     program, reads, frees = ins.program, ins.reads, ins.frees
     assert program is not None and ins.action is not None
     run = program.run
-    where = (ins.action.stage, ins.action.microbatch, program.name) if program.random else None
+    where = (ins.action.stage, options.first + ins.action.microbatch, program.name) if program.random else None
+    resumes, leaves = program.stream or (False, False)  # a segment goes on with the stream of the one before
     device = options.device
     if options.check is not None:
         run = _checked(run, options.check, ins)
@@ -133,7 +139,7 @@ def _program(ins: Instruction, options: Options, rank: int, group: Group) -> Ste
     else:
         writes, every = tuple((i, slot) for i, slot in enumerate(ins.writes) if slot >= 0), False
     slots = ins.writes
-    journal, note = group.journal, str(ins.action)
+    journal, note = group.journal, " ".join(filter(None, [str(ins.action), program.label]))
 
     def step(r: Registers) -> None:
         box = [r[i] for i in reads]
@@ -141,8 +147,13 @@ def _program(ins: Instruction, options: Options, rank: int, group: Group) -> Ste
             r[i] = None
         journal(rank, note)
         if where is not None and r[-1] is not None:
-            _seed(device, r[-1], *where)
+            if resumes:
+                _stream(device, r[-2].pop(where))
+            else:
+                _seed(device, r[-1], *where)
         out = run(box)
+        if leaves and r[-1] is not None:
+            r[-2][where] = _stream(device)
         if every:
             for slot, value in zip(slots, out):  # noqa: B905  (lengths agree by construction)
                 r[slot] = value
@@ -161,6 +172,14 @@ def _seed(device: torch.device, seed: int, stage: int, mb: int, letter: str) -> 
         torch.default_generator.manual_seed(mixed)
     else:
         torch.get_device_module(device).manual_seed(mixed)
+
+
+def _stream(device: torch.device, state: torch.Tensor | None = None) -> torch.Tensor:
+    """The device's random stream where it stands; put there first, if a state is given."""
+    module, at = (torch, ()) if device.type == "cpu" else (torch.get_device_module(device), (device,))
+    if state is not None:
+        module.set_rng_state(state, *at)
+    return module.get_rng_state(*at) if state is None else state
 
 
 def registers(plan: Plan, seed: int | None) -> Registers:
@@ -283,4 +302,5 @@ def _explain(error: Exception, ins: Instruction, rank: int) -> ActionError:
     from_tensors = "(" + ", ".join(map(str, ins.specs)) + ")" if ins.specs else ""
     what = ins.kind if ins.action is None else str(ins.action)
     whose = f" ({ins.program.of})" if ins.program is not None and ins.program.of else ""
-    return ActionError(f"{what}{whose} on rank {rank} raised {type(error).__name__}: {error} {from_tensors}".rstrip())
+    kind = "" if isinstance(error, FpipeError) else f" raised {type(error).__name__}{where(error)}"
+    return ActionError(f"{what}{whose} on rank {rank}{kind}: {error} {from_tensors}".rstrip())

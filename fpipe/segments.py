@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -81,8 +81,9 @@ def whole(program: Program) -> Segment:
 
 
 def collectives_of(program: Program) -> tuple[Collective, ...]:
-    """What a program starts, in its order."""
-    return tuple(c for c in map(started, program.nodes) if c is not None)
+    """What a program, or a segment of one, starts in its order; numbered as in the whole program."""
+    found = [c for c in map(started, program.nodes) if c is not None]
+    return tuple(replace(c, number=program.numbers.get(c.value, k)) for k, c in enumerate(found))
 
 
 def _cut(own: Programs, program: Program) -> Iterator[Segment]:
@@ -229,6 +230,7 @@ def _programs(
     later: list[set[str]] = [set(program.outputs)]  # what is wanted after each piece, from the last on
     for piece in reversed(pieces[1:]):
         later.append(later[-1] | set(_reads(program, piece)))
+    numbers = {c.value: c.number for c in collectives_of(program)}
     drawing = [i for i, piece in enumerate(pieces) if any(map(draws, piece))]
     for index, (piece, wanted) in enumerate(zip(pieces, reversed(later), strict=True)):
         made = {n.name for n in piece}
@@ -241,7 +243,7 @@ def _programs(
         inputs += [into for many in adds.values() for into in many]
         outputs = [n.name for n in piece if n.name in wanted]
         part = Program.from_nodes(program.name, piece, inputs, outputs, inside, adds)
-        part.label = names[index]
+        part.label, part.numbers = names[index], numbers
         if index in drawing and len(drawing) > 1:
             part.stream = (index != drawing[0], index != drawing[-1])
         starts = tuple(c for c in map(started, piece) if c is not None)

@@ -49,6 +49,7 @@ FLOORS = (
     ("slots",),
     ("fused",),
     ("lower",),
+    ("ordering",),
     ("run", "agreeing"),
     ("debugging",),
     ("resolve",),
@@ -70,7 +71,10 @@ PRIVATE_TORCH: dict[str, set[str]] = {
     "_marks.py": {"torch.autograd._get_sequence_nr"},
     "ops.py": {"torch.ops._c10d_functional"},
     "_purity.py": {"torch._subclasses", "torch._ops", "torch.utils._python_dispatch"},
-    "collectives/_store.py": {"torch.distributed.distributed_c10d._get_default_store"},
+    "collectives/_store.py": {
+        "torch.distributed.distributed_c10d._get_default_store",
+        "torch.distributed.distributed_c10d._resolve_process_group",
+    },
     "interop/_modes.py": {"torch.utils._python_dispatch"},
     "program.py": {"torch._ops"},
 }

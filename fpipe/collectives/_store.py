@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 
 Store: TypeAlias = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # the documentation names it so
 
@@ -38,3 +38,13 @@ def own(store: Store, patience: timedelta) -> Store:
     except (RuntimeError, NotImplementedError):  # stores in memory have no connection to double
         pass
     return store
+
+
+def tell_members(name: str, obj: Any) -> list[Any] | None:
+    """What every member of the process group called ``name`` said, by rank; None where there is nobody to ask."""
+    pg = _resolve_process_group(name)  # pyright: ignore[reportArgumentType]  # a name is a str
+    if pg.size() == 1 or dist.get_backend(pg) == "fake":
+        return None
+    said: list[Any] = [None] * pg.size()
+    dist.all_gather_object(said, obj, group=pg)
+    return said
