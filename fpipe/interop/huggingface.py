@@ -42,8 +42,9 @@ def stages(
     parameters, the head counted too. Layers that the model checkpoints are recomputed in the backward.
 
     Of mixture-of-experts models, ``experts`` names the implementation in the package; left out, one that traces is
-    taken where there is one, else the stages with experts run on ``engine="eager"``. The router's auxiliary loss, with its coefficient, joins the loss where the config has
-    ``output_router_logits`` or ``aux_loss=True`` says so; it is the model's own, over all layers of all stages.
+    taken where there is one, else the stages with experts run on ``engine="eager"``. The router's auxiliary loss, with
+    its coefficient, joins the loss where the config has ``output_router_logits`` or ``aux_loss=True`` says so; it is
+    the model's own, over all layers of all stages.
 
     ```python
     model = transformers.AutoModelForCausalLM.from_config(config)
