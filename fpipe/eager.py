@@ -163,9 +163,9 @@ class _Engine:
 
     def _differs(self, what: str, got: Any, told: Any) -> StageError:
         return StageError(
-            f"stage {self.stage.label} {wants(self.signature)} returned {what} otherwise than the plan was made for: "
-            f"{got}, where {told} was expected. Shapes, dtypes, structure and numbers that leave a stage may not "
-            "depend on data; where a rehearsal guessed wrong, say what is true: fpipe.Stage(fn, like=lambda p, x: x)"
+            f"stage {self.stage.label} returned {what} otherwise than the plan was made for: {got}, where {told} was "
+            "expected. Shapes, dtypes, structure and numbers that leave a stage may not depend on data; where a "
+            "rehearsal guessed wrong, say what is true: fpipe.Stage(fn, like=lambda p, x: x)"
         )
 
     def _random(self) -> list[tuple[torch.device, torch.Tensor]]:
@@ -246,16 +246,15 @@ class _Engine:
         held, kept = ("ctx",) if self.trained else (), ("kept",) if self.dps else ()
         back = (*held, *self.cotangents)
         f = self._program("F", self.forward, given, [*fresh, *(["aux"] if made.aux else []), *state, *held])
-        b = self._program("B", self.backward, back, [*dxs, *dps])
+        b = self._program("B", self.backward if self.trained else _nothing_to_do, back, [*dxs, *dps])
         if dxs:
             i = self._program("I", self.backward_input, back, [*dxs, *kept])
-            w = self._program("W", self.backward_weight, kept, dps)
-        else:
-            i, w = self._program("I", _nothing_to_do, (), ()), self._program("W", self.backward, back, dps)
-            kept = back
+            w = self._program("W", self.backward_weight if dps else _nothing_to_do, kept, dps)
+        else:  # no input gradient to give: W is the whole backward
+            i, w, kept = self._program("I", _nothing_to_do, (), ()), self._program("W", b.run, back, dps), back
         into = [f"g{i}" for i in self.dps]
-        adding = {"B": self._program("B", self.backward, [*back, *into], dxs),
-                  "W": self._program("W", w.run if w.inputs else _nothing_to_do, [*w.inputs, *into], ())}  # fmt: skip
+        adding = {"B": self._program("B", b.run, [*back, *into], dxs),
+                  "W": self._program("W", w.run, [*w.inputs, *into], ())}  # fmt: skip
         counts = tuple(map(len, self.signature.leaves))
         dx_avals = {self.dxs[i]: self.told.dx.get(i, self.signature.leaves[1][i]) for i in self.dxs}
         return Programs(
@@ -275,7 +274,9 @@ class _Engine:
 
     def _program(self, letter: str, run: Any, inputs: Sequence[str], outputs: Sequence[str]) -> Program:
         text = f"# {letter} of {self.stage.label}, on autograd: ({', '.join(inputs)}) -> ({', '.join(outputs)})\n"
-        return Program(letter, text, run, inputs, outputs, random=letter == "F")
+        program = Program(letter, text, run, inputs, outputs, random=letter == "F")
+        program.of = f"{self.stage.label} {wants(self.signature)}"
+        return program
 
     def _memory(self, dx_avals: Mapping[str, Aval]) -> dict[str, Held]:
         known = {name: self.made.y[j] for j, name in self.ys.items() if name[0] == "y"} | dict(dx_avals)

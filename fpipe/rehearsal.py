@@ -18,7 +18,7 @@ import torch
 from . import _fake, tree
 from ._purity import guarding, is_fake, watching
 from .collectives.group import arriving
-from .errors import FpipeError, StageError, TraceError
+from .errors import ActionError, FpipeError, StageError, TraceError
 from .signature import Outputs, Signature, call, outputs_from, wants
 from .splitting import GradientEdge, Node, all_nodes, both, get_gradient_edge, saved_tensors, survey
 from .stage import RECORDING, Aval, Remat, Stage
@@ -47,13 +47,12 @@ def rehearse(stage: Stage, signature: Signature) -> Told:
         return _by_likeness(stage, signature)
     with _random_as_before(signature):
         try:
-            with _fake.quiet(), _fake.mode() as mode:
+            with _fake.quiet(), _fake.mode():
                 return _learn(stage, signature, lambda: _fake.inputs(signature.leaves), lambda _: watching(stage.label))
         except FpipeError:
             raise
         except Exception as error:
             fake = error
-        del mode
         try:
             told = _learn(stage, signature, lambda: _made_up(signature), lambda g: guarding(stage.label, _tensors(g)))
         except FpipeError:
@@ -91,7 +90,7 @@ def _wanting(aval: Aval, trained: bool) -> Aval:
 
 def _unknown(stage: Stage, signature: Signature, fake: Exception, real: Exception) -> Exception:
     """A function that runs neither on fake tensors nor on made-up numbers: wrong, or in need of ``like=``."""
-    if type(fake) is type(real) and str(fake) == str(real):
+    if isinstance(_fake.explain(fake, stage.label, ""), ActionError):
         return _fake.explain(real, stage.label, wants(signature))
     return StageError(
         f"what stage {stage.label} {wants(signature)} returns cannot be found out: it looks at its data, and on "

@@ -123,9 +123,9 @@ def _check_state(stage: Stage, leaves: Sequence[Any]) -> None:
 def call(stage: Stage, signature: Signature, groups: Sequence[Sequence[Any]], copies: bool) -> tuple[Any, Any, Any]:
     """The user's function on flat leaves: (y, aux, state)."""
     p, x, side, state = (tree.unflatten(spec, group) for spec, group in zip(signature.specs, groups, strict=True))
-    if copies:
-        x = tree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, x)
     with torch.enable_grad():
+        if copies:
+            x = tree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, x)
         out = stage.fn(p, state, x, **side) if stage.state else stage.fn(p, x, **side)
     extras = int(stage.aux_loss) + int(stage.state)
     if not extras:

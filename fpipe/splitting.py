@@ -119,8 +119,9 @@ def _walk(
             if ahead:
                 stack += ahead
                 continue
-            if not below and hasattr(node, "variable"):
-                foreign.append(node.variable)
+            leaf = None if below else getattr(node, "variable", None)
+            if leaf is not None:
+                foreign.append(leaf)
         bit = 0
         for m, _ in below:
             if m is not None:
@@ -167,6 +168,12 @@ def _early(reach: Mapping[Node, int], crossing: Mapping[Node, Any], sources: Map
         if _at_once(node):
             for m, _ in edges:
                 early |= reach[m]
+    before = 0
+    while early != before:  # what lies behind a node that I runs is made in I, all of it
+        before = early
+        for node in sources:
+            if reach[node] & early:
+                early |= reach[node]
     return early
 
 
