@@ -21,7 +21,7 @@ from typing import Any
 
 from .errors import LaunchError, PeerError, StalledError
 
-_GRACE = 1.0  #: seconds in which the others may say what they saw, and then in which they may end by themselves
+_GRACE = 2.0  #: seconds in which the others may say what they saw, and then in which they may end by themselves
 
 
 def launch(
@@ -212,7 +212,7 @@ def _end(children: list[_Child]) -> None:
     for child in children:
         if child.report is None and child.process.is_alive():
             child.process.terminate()
-    deadline = time.monotonic() + 3 * _GRACE
+    deadline = time.monotonic() + _GRACE
     for child in children:
         child.process.join(max(0.1, deadline - time.monotonic()))
         if child.process.is_alive():  # stopped, or deaf

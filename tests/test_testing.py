@@ -181,7 +181,7 @@ def test_a_delay_that_is_short_changes_nothing():
 def test_a_delay_that_is_long_is_told_without_waiting():
     begin = time.monotonic()
     with pytest.raises(
-        StalledError, match=r"rank 1 at 1F0 waited for message 1 of rank 0, longer than timeout=60.*0F2"
+        StalledError, match=r"rank 1 \(1F0\) waited for message 1 of rank 0, longer than timeout=60.*0F2"
     ):
         run(pair, 2, faults=[Delay(0, 1, 1, seconds=90)])
     assert time.monotonic() - begin < 5

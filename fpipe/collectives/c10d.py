@@ -152,7 +152,8 @@ class C10dGroup:
             buffers = [buffer.to(where) for buffer in wire(specs).pack(tensors, src, src)]
         else:
             buffers = wire(specs).empty(where)
-        with self._watch.talking(src, "for the shared tensors of"):
+        mine = src == self.rank
+        with self._watch.talking(None if mine else src, "to share with" if mine else "for the shared tensors of"):
             for buffer in buffers:
                 self._wait(dist.broadcast(_bytes(buffer), group=self.pg, group_src=src, async_op=True))
         if src == self.rank and tensors is not None:

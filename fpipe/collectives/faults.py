@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..errors import FpipeError, GroupError, PeerError, StalledError
 from ._store import Store
-from .journal import Journal
+from .journal import BEAT, Entry, Journal
 
 _LATE = ("timed out", "timeout", "time out")
 
@@ -25,6 +26,7 @@ class Watch:
         self.rank, self.size, self.timeout = rank, size, timeout
         self.journal = Journal(store, rank)
         self.broken: GroupError | None = None
+        self._silent: frozenset[int] = frozenset()
 
     def check(self) -> None:
         """Raise where this group has failed before: its connections are not to be trusted again."""
@@ -49,25 +51,30 @@ class Watch:
 
     def explain(self, error: BaseException, peer: int | None, doing: str, seconds: float = 0.0) -> GroupError:
         """The error to raise, and to remember."""
-        late = seconds >= self.timeout or any(word in str(error).lower() for word in _LATE)
         if self.broken is not None:
             return self.broken
-        place = f" at {self.journal.here}" if self.journal.here else ""
-        whom = f"rank {peer}" if peer is not None else "all ranks"
-        trail, suspect = self._trail(peer, not late) if peer is not None else self._failures()
-        first = f"Look at rank {suspect} first" if suspect is not None else "Look at every rank's own output"
+        late = seconds >= self.timeout or any(word in str(error).lower() for word in _LATE)
+        if peer is not None:  # before anything else: the backend may have closed this rank's connections already
+            self.journal.failed("", peer, lost=not late)
+        trail, suspect, sure = self._everyone() if peer is None else self._trail(peer, not late)
+        if not sure:  # nobody failed: look for one that does not answer
+            self._silent = self._listen()
+            trail, suspect, _ = self._everyone() if peer is None else self._trail(peer, not late)
+        first = f"{trail}. Look at rank {suspect} first" if suspect is not None else "Look at every rank's own output"
+        whom = "all ranks" if peer is None else f"rank {peer}"
+        me = f"rank {self.rank}{_at(self.journal.here)}"
         if late:
             found: GroupError = StalledError(
-                f"rank {self.rank}{place} waited {seconds:.1f} s {doing} {whom}, longer than timeout={self.timeout:g}. "
-                f"{trail}{first}; raise timeout= if a step may take that long"
+                f"{me} waited {seconds:.1f} s {doing} {whom}, longer than timeout={self.timeout:g}. "
+                f"{first}; raise timeout= if a step may take that long"
             )
         else:
             found = PeerError(
-                f"rank {self.rank}{place} waited {doing} {whom}, and the connection broke. "
-                f"{trail}{first}; this group cannot be used again (the backend said: {_short(error)})"
+                f"{me} waited {doing} {whom}, and the connection broke. "
+                f"{first}; this group cannot be used again (the backend said: {_short(error)})"
             )
         self.broken = found
-        self.journal.failed(type(found).__name__, peer, lost=not late)
+        self.journal.failed(type(found).__name__, suspect if peer is None else peer, lost=not late)
         return found
 
     def failed(self, error: BaseException) -> None:
@@ -79,44 +86,78 @@ class Watch:
         """End the journal's thread."""
         self.journal.close()
 
-    def _trail(self, peer: int, gone: bool) -> tuple[str, int]:
-        """From rank to rank, each because of the next, to the one that waits for nobody; a sentence, and that rank."""
+    def _listen(self) -> frozenset[int]:
+        """Ranks that left no word and do not show that they live: stopped, or gone with a connection still open."""
+        before = {rank: self.journal.last(rank) for rank in range(self.size) if rank != self.rank}
+        time.sleep(1.6 * BEAT)
+        return frozenset(
+            rank
+            for rank, last in before.items()
+            if last is not None and self.journal.failure(rank) is None and self.journal.last(rank) == last
+        )
+
+    def _trail(self, peer: int, gone: bool) -> tuple[str, int, bool]:
+        """From rank to rank, each because of the next, to the first cause: words, that rank, whether it is sure."""
         told: list[str] = []
         seen = {self.rank}
         rank = peer
         while True:
-            failure, last = self.journal.failure(rank), self.journal.last(rank)
+            failure, last = self._word(rank) if gone else self.journal.failure(rank), self.journal.last(rank)
             seen.add(rank)
-            entry = failure or last
             if failure is not None and failure.peer is None:
-                told.append(f"rank {rank} raised {failure.failure}{_at(failure.note)}")
-            elif entry is None:
-                told.append(f"nothing is known of rank {rank}")
-            elif entry.peer is None or entry.peer in seen:
-                state = (
-                    "is gone" if gone else "waits for nobody" if entry.peer is None else f"waits for rank {entry.peer}"
-                )
-                told.append(f"rank {rank} {state}, and its last known action was {entry.note or '(none)'}, {entry.ago}")
+                told.append(f"rank {rank}{_at(failure.note)} raised {failure.failure}")
+            elif failure is None and (
+                gone or rank in self._silent or last is None or last.peer is None or last.peer in seen
+            ):
+                told.append(f"rank {rank} {_state(last, gone, rank in self._silent)}")
             else:
-                verb = "lost" if failure is not None and failure.lost else "waits for"
-                told.append(f"rank {rank}{_at(entry.note)} {verb} rank {entry.peer}")
-                rank, gone = entry.peer, failure is not None and failure.lost
-                continue
+                entry = failure or last
+                assert entry is not None
+                assert entry.peer is not None
+                gone = failure is not None and failure.lost
+                told.append(f"rank {rank}{_at(entry.note)} {'lost' if gone else 'waits for'} rank {entry.peer}")
+                if entry.peer not in seen:
+                    rank = entry.peer
+                    continue
             text = "; ".join(told)
-            return f"{text[0].upper()}{text[1:]}. ", rank
+            return f"{text[0].upper()}{text[1:]}", rank, gone or failure is not None
 
-    def _failures(self) -> tuple[str, int | None]:
-        """Where all were waited for: the first that left word of a failure of its own."""
-        found = [(entry, rank) for rank in range(self.size) if (entry := self.journal.failure(rank)) is not None]
-        own = sorted((entry.when, rank, entry) for entry, rank in found if entry.peer is None)
-        if not own:
-            return "", None
-        _, rank, entry = own[0]
-        return f"Rank {rank} raised {entry.failure}{_at(entry.note)}. ", rank
+    def _word(self, rank: int) -> Entry | None:
+        """How a rank failed whose connection broke; a backend may close it before the rank can leave word."""
+        for _ in range(10):
+            failure = self.journal.failure(rank)
+            if failure is not None:
+                return failure
+            time.sleep(0.05)
+        return None
+
+    def _everyone(self) -> tuple[str, int | None, bool]:
+        """Where all were waited for: the end to which most of the others' trails lead."""
+        trails = [self._trail(rank, False) for rank in range(self.size) if rank != self.rank]
+        if not trails:
+            return "", None, True
+        worst = Counter(suspect for _, suspect, _ in trails).most_common(1)[0][0]
+        text, _, sure = min((trail for trail in trails if trail[1] == worst), key=lambda trail: len(trail[0]))
+        return text, worst, sure
+
+
+def _state(last: Entry | None, gone: bool, silent: bool) -> str:
+    if last is None:
+        return "is gone, and left no word" if gone else "has left no word yet"
+    what = (
+        "is gone"
+        if gone
+        else "does not answer"
+        if silent
+        else "waits for nobody"
+        if last.peer is None
+        else f"waits for rank {last.peer}"
+    )
+    return f"{what}, and its last known action was {last.note or '(none)'}, {last.ago}"
 
 
 def _at(note: str) -> str:
-    return f" at {note}" if note else ""
+    return f" ({note})" if note else ""
 
 
 def _short(error: BaseException) -> str:

@@ -1,8 +1,8 @@
 """What each rank did last and whom it waits for, shared through the store of torch.distributed for error messages.
 
-Noting only sets an attribute; a daemon thread writes what changed every quarter of a second, so that a rank which is
-killed or stopped leaves its last known action behind. Failing to write is no failure: a journal never makes a step
-fail. Knows nothing of messages.
+Noting only sets an attribute; a daemon thread writes what changed ten times a second, so that a rank which is
+killed or stopped leaves its last known action behind, and every second that it is alive. Failing to write is no
+failure: a journal never makes a step fail. Knows nothing of messages.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from typing import NamedTuple
 
 from ._store import Store, own
 
-EVERY = 0.25
+EVERY = 0.1
+BEAT = 1.0
 _PATIENCE = timedelta(seconds=2)
 
 
 class Entry(NamedTuple):
-    """What is known of a rank: when it was written, what it did, whom it waited for, and how it failed."""
+    """What is known of a rank: since when it did what, whom it waited for, how it failed, how often it was heard."""
 
     when: float
     note: str
     peer: int | None = None
     failure: str = ""
     lost: bool = False
+    beat: int = 0
 
     @property
     def ago(self) -> str:
@@ -94,10 +96,12 @@ class _Pulse:
         self.peer: int | None = None
         self.started = False
         self._written: tuple[str, int | None] = ("", None)
+        self._since = self._last = 0.0
+        self._count = 0
         self._store: Store | None = store
         self._key = key
         self._end = threading.Event()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -112,14 +116,19 @@ class _Pulse:
         self._thread = None
 
     def _beat(self) -> None:
+        self.write()
         while not self._end.wait(EVERY):
             self.write()
 
     def write(self) -> None:
-        state = (self.text, self.peer)
-        if state != self._written:
-            self.set(self._key, Entry(time.time(), *state))
-            self._written = state
+        with self._lock:
+            state, now = (self.text, self.peer), time.time()
+            if state != self._written:
+                self._written, self._since = state, now
+            elif now - self._last < BEAT:
+                return
+            self._last, self._count = now, self._count + 1
+            self.set(self._key, Entry(self._since, *state, beat=self._count))
 
     def set(self, key: str, entry: Entry) -> None:
         with self._lock:

@@ -111,7 +111,7 @@ class FakeGroup:
         in_time = world.pause(self.rank, lambda: ready() or world.gone(peer), what)
         if ready():
             return
-        place = f" at {world.seats[self.rank].note}" if world.seats[self.rank].note else ""
+        place = f" ({world.seats[self.rank].note})" if world.seats[self.rank].note else ""
         if not in_time:
             raise StalledError(
                 f"rank {self.rank}{place} waited {what}, longer than timeout={self.timeout:g}. {world.last(peer)}. "
