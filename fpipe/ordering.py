@@ -1,6 +1,6 @@
 """One order of collectives for all members of a communicator, or no weave.
 
-Members that start the collectives of one group in different orders wait for ever, or give each other wrong values. Every
+Members that start the collectives of one group in different orders wait for ever, or give each other wrong values. A
 rank's plan says the order in which it will start them; before anything runs the members compare. Where woven pairs
 differ, they fall back to one program after the other, with the reason in the plan; where even that differs, an error
 says so. Knows plans and process groups by name; no tensors.

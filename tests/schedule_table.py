@@ -33,6 +33,7 @@ TABLE = (
     Family("ZBVZeroBubble", (2,), split=True),
     Family("DualPipeV", (2,), fused=True, split=True),
     Family("Eager1F1B", (1, 2, 3, 4)),
+    Family("Overlapped1F1B", (1,), fused=True),
     Family("ZBH1", (1, 2, 3, 4), split=True),
     Family("ZBH2", (1, 2, 3, 4), split=True),
     Family("ZB1P", (1, 2, 3, 4), split=True),

@@ -21,7 +21,7 @@ from .dualpipe import make_dual_pipe, make_dual_pipe_v
 from .gpipe import make_gpipe
 from .hanayo import make_hanayo
 from .interleaved import make_interleaved_one_f_one_b, make_looped_bfs
-from .one_f_one_b import make_eager_one_f_one_b, make_one_f_one_b
+from .one_f_one_b import make_eager_one_f_one_b, make_one_f_one_b, make_overlapped_one_f_one_b
 from .v_family import make_v_half, make_v_min
 from .zbv import make_zbv
 from .zero_bubble import make_interleaved_zero_bubble, make_zb_h1, make_zb_h2
@@ -50,6 +50,7 @@ _TABLE = (
     _Entry("ZBVZeroBubble", make_zbv, 2, exactly=True),
     _Entry("DualPipeV", make_dual_pipe_v, 2, exactly=True),
     _Entry("Eager1F1B", make_eager_one_f_one_b),
+    _Entry("Overlapped1F1B", make_overlapped_one_f_one_b, exactly=True),
     _Entry("ZBH1", make_zb_h1),
     _Entry("ZBH2", make_zb_h2),
     _Entry("ZB1P", make_zb_1p),

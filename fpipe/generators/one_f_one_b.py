@@ -12,12 +12,19 @@ Idle (p - 1)(F + B) a rank, as in GPipe; rank r holds p - r activations.
 The eager form ("Eager 1F1B": Zhuang et al., "On Optimizing the Communication of Model Parallelism", 2022,
 arXiv:2211.05322) warms up with 2(p - r) - 1 forwards: the same idle time, about twice the activations, and each
 value has a step's time to travel in.
+
+The overlapped form warms up as the eager one, and fuses each further forward with a backward that does not need it, so
+that one's communication can run beside the other's computation:
+
+    rank 0   F0 F1 F2 .. .. F3B0 F4B1 F5B2 B3 ...
+    rank 1   .. F0 .. F1B0 F2B1 F3B2 ...           one more forward than 1F1B here, two more on the rank before
 """
 
 from __future__ import annotations
 
+from ..actions import Placement
 from ..schedule import Schedule
-from ._words import one_a_rank
+from ._words import deal, fused, one_a_rank, tape
 
 
 def make_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -40,6 +47,22 @@ def make_eager_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedu
     """
     words = [_word(microbatches, 2 * (ranks - rank) - 1) for rank in range(ranks)]
     return one_a_rank("Eager1F1B", words, microbatches, stages)
+
+
+def make_overlapped_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
+    """1F1B whose forwards and backwards run as one, after ``2 * (ranks - r) - 1`` forwards.
+
+    >>> print(make_overlapped_one_f_one_b(2, 4, 2))
+    [0F0, 0F1, 0F2, (0F3;0B0)OVERLAP_F_B, 0B1, 0B2, 0B3]
+    [1F0, (1F1;1B0)OVERLAP_F_B, (1F2;1B1)OVERLAP_F_B, (1F3;1B2)OVERLAP_F_B, 1B3]
+    """
+    rows = []
+    for rank in range(ranks):
+        first = min(microbatches, 2 * (ranks - rank) - 1)
+        forward, backward = tape(rank, "F", range(microbatches)), tape(rank, "B", range(microbatches))
+        word = "F" * first + "X" * (microbatches - first) + "B" * first
+        rows.append(deal(word, {"F": forward, "X": fused(forward, backward), "B": backward}))
+    return Schedule(tuple(rows), Placement.loop(ranks), microbatches, "Overlapped1F1B")
 
 
 def _word(microbatches: int, warm_up: int) -> str:
