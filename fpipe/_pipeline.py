@@ -15,16 +15,19 @@ from typing import Any, Literal
 import torch
 
 from . import tree
+from .agreeing import agree
 from .calls import Call, functional
 from .collectives.group import Group
 from .collectives.setup import init
 from .errors import StageError
 from .feed import Feeder
 from .generators import make_schedule
+from .losses import loss_sides
 from .microbatch import Microbatches
-from .resolve import Recipe, Resolved, loss_sides
+from .resolve import Recipe, Resolved
 from .run import Check
 from .schedule import Schedule
+from .sharding import Copies, Shares
 from .stage import Engine, Stage, as_stage
 from .weaving import Overlap
 
@@ -55,9 +58,10 @@ class Pipeline:
         self, stages: Sequence[Callable[..., Any] | Stage], schedule: Any, *, loss: Callable[..., Any] | None,
         microbatches: int | None, group: Group, reduction: Reduction, seed: int | None, frozen: Sequence[str],
         tied: Sequence[Sequence[str]], outputs: Outputs, accumulate: torch.dtype | None, engine: Engine,
-        compile: str | None, overlap: Any,
+        compile: str | None, overlap: Any, copies: Copies | None,
     ):  # fmt: skip
         self.overlap = Overlap.of(overlap)
+        self.copies, self.shares = copies, None if copies is None else Shares(copies)
         self.loss = loss if loss is None or engine == "trace" else _settled(as_stage(loss), engine, None)
         self.microbatches, self.group = microbatches, group
         self.reduction, self.seed, self.outputs, self.accumulate = reduction, seed, outputs, accumulate
@@ -110,7 +114,15 @@ class Pipeline:
     def recipe(self, has_aux: bool, check: Check | None = None) -> Recipe:
         """What the cold path needs."""
         return Recipe(self.functions, self.loss, has_aux, self.group, self.tied, self.accumulate, self.frozen, check,
-                      self.overlap)  # fmt: skip
+                      self.overlap, self.copies)  # fmt: skip
+
+    def meet(self) -> None:
+        """Before the first step of all, copies of the pipeline compare what they are."""
+        if self.copies is not None and not self.cache:
+            agree(self.copies.group, {
+                "schedule": repr(self), "copies": self.copies.told, "tied parameters": str(self.tied),
+                "the dtype of accumulation": str(self.accumulate), "the stages here": str(self.here),
+            })  # fmt: skip
 
     @cached_property
     def sides(self) -> tuple[tuple[str, ...], ...]:
@@ -118,8 +130,14 @@ class Pipeline:
         return (*(stage.sides for stage in self.functions), loss_sides(self.loss))
 
     def all_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of a tensor over the pipeline's processes."""
-        return self.group.all_reduce(tensor)
+        """The sum of a tensor over the pipeline's processes; where they hold parts of stages, over its copies too."""
+        total = self.group.all_reduce(tensor)
+        return total if self.parts is None else self.parts.all_reduce(total)
+
+    @property
+    def parts(self) -> Group | None:
+        """The group whose processes hold parts of the same leaves; None where leaves are whole."""
+        return self.copies.group if self.copies is not None and self.copies.cut else None
 
     def gather(self, obj: object) -> list[Any]:
         """What every process of the pipeline passed, by rank."""
@@ -136,6 +154,32 @@ class Pipeline:
             move = lambda leaf, device=device: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
             out[stage] = tree.tree_map(move, params[stage])
         return out
+
+    def shard(self, params: Sequence[Any]) -> list[Any]:
+        """This process's part of whole parameters, placed: what a pipeline with ``zero=`` takes and gives gradients of.
+
+        The trees keep their form; a leaf becomes one axis with the elements that fall to this copy, perhaps none, on
+        which anything works that works element by element. Without ``zero=`` it is ``place``.
+        """
+        out = self.place(params)
+        if self.shares is None or self.parts is None:
+            return out
+        for stage in self.here:
+            names = tree.names(out[stage]) if self.frozen else ()
+            trained = [not tree.matches(f"{stage}.{n}", self.frozen) for n in names]
+            out[stage] = self.shares.cut(stage, out[stage], trained or [True] * len(tree.leaves(out[stage])))
+        return out
+
+    def unshard(self, parts: Sequence[Any]) -> list[Any]:
+        """The inverse of ``shard``, for a checkpoint: whole trees of the stages here. Every process must call it.
+
+        It takes any tree of the parameters' form, such as the moments of an optimizer.
+        """
+        self.check_params(parts)
+        shares = self.shares if self.parts is not None else None
+        return [
+            part if shares is None or part is None else shares.join(stage, part) for stage, part in enumerate(parts)
+        ]
 
     def check_params(self, params: Any) -> None:
         """Raise StageError where params is not one entry per stage."""
@@ -187,12 +231,21 @@ def pipeline(
     seed: int | None = None, frozen: Sequence[str] = (), tied: Sequence[Sequence[str]] = (),
     outputs: Outputs = "zeros", accumulate: torch.dtype | None = None, engine: Engine = "trace",
     compile: str | None = None, overlap: Any = "weave",
+    dp: Group | None = None, zero: int = 0, reduce_dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 25,
+    unsharded: int = 2,
 ) -> Pipeline:  # fmt: skip
     """Make a function of (params, x, *targets) out of stages, a schedule and a loss.
 
-    ``schedule`` is a name, a Schedule, a path to a CSV, or a function (ranks, microbatches) -> Schedule. ``overlap`` says
-    how fused actions run: ``"weave"``, ``"sequential"``, a function that gets both parts and returns both results, or a
-    weave as data, a list of (which program, which segment).
+    ``schedule`` is a name, a Schedule, a path to a CSV, or a function (ranks, microbatches) -> Schedule. ``overlap``
+    says how fused actions run: ``"weave"``, ``"sequential"``, a function that gets both parts and returns both results,
+    or a weave as data, a list of (which program, which segment).
+
+    ``dp`` is the group of the copies of this pipeline, as in ``fpipe.init(dp=2).dp``; each gets its own part of the
+    batch. Loss and gradients are those of all copies together: means of theirs, or sums with ``reduction="sum"`` or
+    ``fpipe.weighted``, which counts over all. A stage's gradients leave after its last W, in buckets of
+    ``bucket_bytes``, in ``reduce_dtype``. With ``zero=`` 1, 2 or 3 the pipeline takes parts and gives gradients of
+    parts: ``shards = pipe.shard(params)``, and optimizer, update and the next call all work on those. 1 adds up whole
+    gradients and keeps a part, 2 keeps no whole one, 3 holds at most ``unsharded`` stages' parameters whole at once.
 
     >>> def layer(p, x): return torch.tanh(x @ p)
     >>> def loss(y, t): return (y - t).square().mean()
@@ -211,8 +264,15 @@ def pipeline(
     return Pipeline(
         stages, schedule, loss=loss, microbatches=microbatches, group=group or init(), reduction=reduction,
         seed=seed, frozen=frozen, tied=tied, outputs=outputs, accumulate=accumulate, engine=engine, compile=compile,
-        overlap=overlap,
+        overlap=overlap, copies=_copies(dp, zero, reduce_dtype, bucket_bytes, unsharded, reduction == "mean"),
     )  # fmt: skip
+
+
+def _copies(dp: Group | None, zero: int, dtype: torch.dtype | None, bucket: int, unsharded: int, mean: bool
+            ) -> Copies | None:  # fmt: skip
+    if dp is None and zero:
+        raise StageError(f"zero={zero} needs copies to share with; pass dp=, which fpipe.init(dp=...) has as .dp")
+    return None if dp is None else Copies(dp, zero, dtype, bucket, unsharded, mean)
 
 
 def _settled(stage: Stage, engine: Engine, compile: str | None) -> Stage:

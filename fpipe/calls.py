@@ -21,6 +21,7 @@ from .feed import Feeder, Values, weights
 from .microbatch import Microbatches, Parts, count, merge, split
 from .resolve import Group1, Request, Resolved, resolve
 from .run import drive, execute, registers
+from .sharding import Layout
 from .tracing import ambient
 from .tree import matches
 
@@ -102,15 +103,20 @@ class Call:
                 'or None, or register its class (optree, namespace="fpipe")'
             ) from error
         if found is None:
-            found = self.pipe.cache[key] = resolve(self.pipe.recipe(self.has_aux, check if debug else None), self.request())
+            self.pipe.meet()
+            recipe = self.pipe.recipe(self.has_aux, check if debug else None)
+            found = self.pipe.cache[key] = resolve(recipe, self.request())
         return found
 
     def request(self) -> Request:
         """This call's signature, in full."""
         pipe, training = self.pipe, self.mode != "forward"
         params: list[Group1 | None] = [None] * pipe.stages
+        layouts: dict[int, Layout] = {}
         states: list[Group1 | None] = [None] * pipe.stages
         for stage, (leaves, spec) in self.leaves.items():
+            if pipe.shares is not None:
+                leaves, layouts[stage] = pipe.shares.seen(stage, leaves, self._trained(stage, len(leaves)))
             params[stage] = Group1.flat(spec, leaves, self._differentiated(stage, len(leaves)))
         for stage, (leaves, spec) in self.state_leaves.items():
             states[stage] = Group1.flat(spec, leaves)
@@ -122,7 +128,7 @@ class Call:
         return Request(
             schedule.only("F") if not training else pipe.phased(self.number) if self.mode == "vjp" else schedule,
             tuple(params), tuple(states), tuple(kinds), tuple(kind_of * (self.number if uniform else 1)),
-            self.mode, dx,
+            self.mode, dx, layouts,
         )  # fmt: skip
 
     def _kind(self, m: int, dx: bool) -> tuple[Group1, tuple[Group1, ...], tuple[Group1, ...]]:
@@ -133,15 +139,18 @@ class Call:
     def _differentiated(self, stage: int, count: int) -> list[bool]:
         if self.mode == "forward" or 0 not in self.wanted:
             return [False] * count
+        return self._trained(stage, count)
+
+    def _trained(self, stage: int, count: int) -> list[bool]:
         if not self.pipe.frozen:
             return [True] * count
         return [not matches(f"{stage}.{name}", self.pipe.frozen) for name in tree.names(self.params[stage])]
 
     # ---- running ------------------------------------------------------------------------------------------------
-    def _weights(self, group: Any) -> Any:
+    def _weights(self) -> Any:
         if self.pipe.loss is None:
             return None
-        return weights(self.pipe.reduction, self.targets, self.number, group)
+        return weights(self.pipe.reduction, self.targets, self.number, self.pipe.copies)
 
     def _values(self) -> Values:
         sides = {
@@ -154,7 +163,7 @@ class Call:
             x=self.x.rows,
             targets=[part.rows for part in self.targets],
             sides=sides,
-            weights=self._weights(self.pipe.group),
+            weights=self._weights(),
         )
 
     def _run(self, resolved: Resolved, feed: Callable[[Feeder, Any], None], regs: dict[int, Any],
@@ -273,11 +282,13 @@ class Call:
         """The same value from the functions themselves, one microbatch after another: for torch.func to transform."""
         if len(self.pipe.group.here) != self.pipe.group.size:
             raise StageError("torch.func transforms of a pipeline need a local group; use fpipe.grad across processes")
+        if self.pipe.copies is not None:
+            raise StageError("torch.func transforms of a pipeline with dp= are not defined; use fpipe.grad")
         functions, loss = self.pipe.functions, self.pipe.loss
         if any(stage.state for stage in functions):
             raise StageError("torch.func transforms of a pipeline with state are not defined; use fpipe.value_and_grad")
         total, outs = None, []
-        shares = self._weights(self.pipe.group)
+        shares = self._weights()
         for m in range(self.number):
             y, aux = self.x.tree(m), None
             for s, stage in enumerate(functions):

@@ -12,7 +12,7 @@ from .actions import plain
 from .collectives.group import Spec
 from .errors import MismatchError
 from .feed import Values
-from .plan import Kinds, grad_key, spec_of
+from .plan import Kinds, grad_key, reduced_key, spec_of
 from .resolve import Resolved
 from .route import Key
 from .run import Registers
@@ -47,7 +47,14 @@ class Collected:
 
     # ---- the loss -----------------------------------------------------------------------------------------------
     def loss(self) -> torch.Tensor:
-        """The total: every microbatch's loss and auxiliary losses, weighted, added in microbatch order."""
+        """The total: every microbatch's loss and auxiliary losses, weighted, added in microbatch order.
+
+        Where there are copies of the pipeline, that of them all.
+        """
+        own = self._loss()
+        return own if self.pipe.copies is None else self.pipe.copies.average(own)
+
+    def _loss(self) -> torch.Tensor:
         sources = self.resolved.memo("scalars", self._sources)
         if len(sources) == 1:  # one rank has them all, and tells the sum
             ((rank, wanted),) = sources
@@ -211,7 +218,7 @@ class Collected:
             results = self.resolved.bound[rank].plan.results
             leaves = []
             for index, (leaf, value) in enumerate(zip(group.leaves, self.values.params[stage], strict=True)):
-                key = grad_key(stage, index)
+                key = grad_key(stage, index) if self.pipe.copies is None else reduced_key(stage, index)
                 if not isinstance(leaf, Aval) or not leaf.grad:
                     leaves.append(None)
                 elif key in results:
@@ -223,7 +230,7 @@ class Collected:
 
     def input_grads(self) -> list[Any] | None:
         """The gradient of x by microbatch, on the rank of the first stage; None elsewhere."""
-        out = []
+        out, copies = [], self.pipe.copies
         for mb in range(self.number):
             rank = self.placement.path(mb)[0]
             if rank not in self.group.here:
@@ -237,7 +244,8 @@ class Collected:
                     continue
                 key = kinds.wires.cotangent(-1, index, mb)
                 value = self.values.x[mb][index]
-                leaves.append(torch.zeros_like(value) if key is None else self._get(rank, key))
+                found = torch.zeros_like(value) if key is None else self._get(rank, key)
+                leaves.append(found if copies is None or not copies.mean else found / copies.group.size)
             out.append(tree.unflatten(x.spec, leaves))
         return out
 

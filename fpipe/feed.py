@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from .collectives.group import Group
 from .errors import BatchError
 from .microbatch import Parts
 from .plan import Plan
 from .resolve import Resolved
 from .run import Registers
+from .sharding import Copies
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,11 @@ def _constant(number: float, dtype: torch.dtype, device: torch.device) -> torch.
     return torch.tensor(number, dtype=dtype, device=device)
 
 
-def weights(reduction: Any, targets: Sequence[Parts], number: int, group: Group) -> Weights:
-    """Weights by a reduction: known before the first backward, so the cut of the batch does not matter."""
+def weights(reduction: Any, targets: Sequence[Parts], number: int, copies: Copies | None = None) -> Weights:
+    """Weights by a reduction: known before the first backward, so the cut of the batch does not matter.
+
+    Where there are copies of the pipeline, a mean over them follows by itself; the weights of all count in the total.
+    """
     if reduction == "mean":
         return Weights(1.0 / number)
     if reduction == "sum":
@@ -55,6 +58,8 @@ def weights(reduction: Any, targets: Sequence[Parts], number: int, group: Group)
             )
     exact = [value.detach().reshape(()).to(torch.float64) for value in counts]
     total = torch.stack(exact).sum()
+    if copies is not None:
+        total = copies.total(total)
     total = torch.where(total == 0, torch.ones_like(total), total)
     return Weights(None, [value / total for value in exact])
 

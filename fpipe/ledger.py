@@ -7,11 +7,32 @@ from when it is posted, and a sent value until it is known to have been received
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from .plan import Step
 from .program import Program
 from .route import Key
 from .stage import Aval, Held, Programs
+
+
+@dataclass(slots=True)
+class _Storage:
+    """Memory that is held: what it is called, how large it is, and how many values lie in it."""
+
+    root: Key
+    nbytes: int
+    users: int = 0
+
+
+class _Made(NamedTuple):
+    """An output of a program: its place, where its memory comes from (a place among the inputs, or a name), its bytes."""
+
+    place: int
+    given: int | None  # -1: an input that the program does not read itself
+    root: str
+    nbytes: int
 
 
 class Ledger:
@@ -21,73 +42,88 @@ class Ledger:
         self.live = 0
         self.wired = wired
         self.leaving: dict[int, list[list[Key]]] = {}
-        self.root_of: dict[Key, object] = {}
-        self.users: dict[object, int] = {}
-        self.bytes: dict[object, int] = {}
+        self.behind: dict[Key, _Storage] = {}
+        self.held: dict[Key, _Storage] = {}
+        self._made: dict[int, tuple[_Made, ...]] = {}
+        self._excess: dict[tuple[int, tuple[int, ...]], int] = {}
 
-    def begin(self, key: Key, root: object, nbytes: int) -> None:
-        """A value is there, on a storage that may be there already."""
-        if key in self.root_of:
+    def begin(self, key: Key, root: Key, nbytes: int) -> None:
+        """A value is there, in memory of its own or in some that is held already."""
+        if key in self.behind:
             return
-        self.root_of[key] = root
-        if self.users.get(root, 0) == 0:
-            self.bytes[root] = nbytes
+        storage = self.held.get(root)
+        if storage is None:
+            storage = self.held[root] = _Storage(root, nbytes)
             self.live += nbytes
-        self.users[root] = self.users.get(root, 0) + 1
+        storage.users += 1
+        self.behind[key] = storage
+
+    def share(self, key: Key, storage: _Storage) -> None:
+        """A value is there, in the memory of another."""
+        if key not in self.behind:
+            storage.users += 1
+            self.behind[key] = storage
 
     def end(self, key: Key) -> None:
-        """A value is gone, and its storage with the last of its values."""
-        root = self.root_of.pop(key, None)
-        if root is None:
+        """A value is gone."""
+        storage = self.behind.pop(key, None)
+        if storage is None:
             return
-        self.users[root] -= 1
-        if not self.users[root]:
-            del self.users[root]
-            self.live -= self.bytes.pop(root)
+        storage.users -= 1
+        if not storage.users:
+            del self.held[storage.root]
+            self.live -= storage.nbytes
 
-    def run(self, step: Step, ends: Sequence[Key]) -> int:
-        """Bytes while a program runs; afterwards its outputs are held."""
-        own, program = step.owner, step.program
+    def run(self, step: Step, ends: Sequence[int]) -> int:
+        """Bytes while a program runs; afterwards its outputs are held. ``ends`` are the places of the reads that end."""
+        own, program, reads, writes = step.owner, step.program, step.reads, step.writes
         assert own is not None and program is not None
-        names = dict(zip(step.reads, program.inputs, strict=True))
-        dying = self._dying(ends)
-        inside = frozenset(names[key] for key in ends if self.root_of.get(key) in dying)
-        sizes = {names[key]: self.bytes[self.root_of[key]] for key in ends if self.root_of.get(key) in dying}
-        during = self.live + excess(own, program, inside, sizes)
-        inputs = dict(zip(program.inputs, step.reads, strict=True))
-        for name, key in zip(program.outputs, step.writes, strict=True):
-            held = own.memory.get(name)
-            if held is None or key is None:
+        dying = self._dying(reads, ends)
+        memo = (id(program), dying)
+        beyond = self._excess.get(memo)
+        if beyond is None:
+            sizes = {program.inputs[place]: self.behind[reads[place]].nbytes for place in dying}
+            beyond = self._excess[memo] = excess(own, program, sizes)
+        during = self.live + beyond
+        made = self._made.get(id(program))
+        if made is None:
+            made = self._made[id(program)] = _outputs(own, program)
+        for place, given, root, nbytes in made:
+            key = writes[place]
+            if key is None:
                 continue
-            if held.given:
-                source = self.root_of.get(inputs.get(held.root, key))
-                if source is not None:
-                    self.begin(key, source, self.bytes[source])
+            if given is None:
+                self.begin(key, (key[0], key[1], root), nbytes)
             else:
-                self.begin(key, (key[0], key[1], held.root), held.nbytes)
+                source = self.behind.get(key if given < 0 else reads[given])
+                if source is not None:
+                    self.share(key, source)
         return during
 
-    def _dying(self, ends: Sequence[Key]) -> set[object]:
-        """Storages whose every user ends here."""
-        count: dict[object, int] = {}
-        for key in ends:
-            root = self.root_of.get(key)
-            if root is not None:
-                count[root] = count.get(root, 0) + 1
-        return {root for root, n in count.items() if n == self.users[root]}
+    def _dying(self, reads: Sequence[Key], ends: Sequence[int]) -> tuple[int, ...]:
+        """The places of reads whose memory nobody else uses."""
+        found = [(place, storage) for place in ends if (storage := self.behind.get(reads[place])) is not None]
+        if all(storage.users == 1 for _, storage in found):
+            return tuple([place for place, _ in found])
+        count: dict[Key, int] = {}
+        for _, storage in found:
+            count[storage.root] = count.get(storage.root, 0) + 1
+        return tuple([place for place, storage in found if count[storage.root] == storage.users])
 
     def other(self, step: Step) -> int:
         """Bytes of a step that runs no program."""
-        if self.wired and step.kind == "RECV":
+        if step.share is not None:
+            self._of_copies(step)
+        elif self.wired and step.kind == "RECV":
             self.begin(_buffer(step), _buffer(step), sum(spec.bytes for spec in step.avals))
         elif self.wired and step.kind == "SEND":
             sends = self.leaving.setdefault(step.peer, [])
             sent = [(*key[:2], f"{key[2]} to {step.peer}") for key in step.reads]
             sends.append(sent)
             for key, left in zip(step.reads, sent, strict=True):
-                root = self.root_of.get(key)
-                if root is not None:
-                    self.begin(left, root, self.bytes[root])
+                storage = self.behind.get(key)
+                if storage is not None:
+                    self.share(left, storage)
         elif step.kind == "SETTLE":
             for sent in self.leaving[step.peer][: step.number]:
                 for key in sent:
@@ -101,16 +137,35 @@ class Ledger:
                     self.begin(key, key, made.nbytes if isinstance(made, Aval) else made.bytes)
         elif step.kind == "ADD":
             for key, value, how in zip(step.writes, step.reads, step.how, strict=True):
-                root = self.root_of.get(value)
-                if key is None or how == "add" or root is None:
+                storage = self.behind.get(value)
+                if key is None or how == "add" or storage is None:
                     continue
-                self.begin(key, root if how == "take" else key, self.bytes[root])
+                if how == "take":
+                    self.share(key, storage)
+                else:
+                    self.begin(key, key, storage.nbytes)
         elif step.kind == "SUM":
-            root = self.root_of.get(step.reads[0])
+            storage = self.behind.get(step.reads[0])
             for key in step.writes:
-                if key is not None and root is not None:
-                    self.begin(key, key, self.bytes[root])
+                if key is not None and storage is not None:
+                    self.begin(key, key, storage.nbytes)
         return self.live
+
+
+    def _of_copies(self, step: Step) -> None:
+        """What copies of the pipeline do together: memory for it while it is under way, then for what it gives."""
+        assert step.share is not None
+        memory = (-2, step.number, "of all copies")
+        if step.kind != "WAIT":
+            if step.kind != "RESHARD":
+                self.begin(memory, memory, step.share.bytes)
+            return
+        for key, nbytes in zip(step.writes, step.share.landed(), strict=True):
+            if key is not None and nbytes is None:
+                self.share(key, self.behind[memory])
+            elif key is not None and nbytes is not None:
+                self.begin(key, key, nbytes)
+        self.end(memory)
 
 
 def _buffer(step: Step) -> Key:
@@ -118,15 +173,32 @@ def _buffer(step: Step) -> Key:
     return (-2, step.number, f"from {step.peer}")
 
 
-_EXCESS: dict[tuple[int, frozenset[str]], tuple[Program, int]] = {}
+def _outputs(own: Programs, program: Program) -> tuple[_Made, ...]:
+    """The outputs of a program that lie in memory, and where that comes from."""
+    places = {name: place for place, name in enumerate(program.inputs)}
+    found = []
+    for place, name in enumerate(program.outputs):
+        held = own.memory.get(name)
+        if held is not None:
+            given = places.get(held.root, -1) if held.given else None
+            found.append(_Made(place, given, held.root, held.nbytes))
+    return tuple(found)
 
 
-def excess(own: Programs, program: Program, dropped: frozenset[str], sizes: dict[str, int]) -> int:
-    """The most bytes that a program holds beyond what it found, where it may free the inputs ``dropped``."""
-    memo = (id(program), dropped)
-    found = _EXCESS.get(memo)
-    if found is not None and found[0] is program:
-        return found[1]
+_EXCESS: WeakKeyDictionary[Program, dict[frozenset[str], int]] = WeakKeyDictionary()
+
+
+def excess(own: Programs, program: Program, dropped: dict[str, int]) -> int:
+    """The most bytes that a program holds beyond what it found, where it may free the inputs ``dropped``, with their
+    sizes."""
+    memo = _EXCESS.setdefault(program, {})
+    names = frozenset(dropped)
+    if names not in memo:
+        memo[names] = _excess(own, program, dropped)
+    return memo[names]
+
+
+def _excess(own: Programs, program: Program, dropped: dict[str, int]) -> int:
     last: dict[str, int] = {}
     root = {name: held.root for name, held in own.memory.items()}
     made = {n.name for n in program.nodes}
@@ -136,7 +208,7 @@ def excess(own: Programs, program: Program, dropped: frozenset[str], sizes: dict
     kept = {root.get(name, name) for name in program.outputs}
     freed: dict[int, int] = {}
     for base in {root.get(name, name) for name in dropped} - kept:
-        size = max(sizes[name] for name in dropped if root.get(name, name) == base)
+        size = max(nbytes for name, nbytes in dropped.items() if root.get(name, name) == base)
         freed[last.get(base, -1)] = freed.get(last.get(base, -1), 0) + size
     now, peak, seen = -freed.get(-1, 0), 0, set()
     for index, node in enumerate(program.nodes):
@@ -149,5 +221,4 @@ def excess(own: Programs, program: Program, dropped: frozenset[str], sizes: dict
         for base in [b for b in seen if last[b] == index and b not in kept]:
             seen.discard(base)
             now -= own.memory[base].nbytes
-    _EXCESS[memo] = (program, peak)
     return peak

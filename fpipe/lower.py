@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from .actions import Action, Fused, plain
 from .fused import Fusing
@@ -16,8 +17,9 @@ from .plan import Job, Kinds, Plan, Step, grad_key
 from .program import Program
 from .route import Key
 from .slots import assign
-from .stage import Programs
+from .stage import Aval, Programs
 from .traffic import Traffic
+from .zero import Zero
 
 
 def lower(job: Job, rank: int) -> Plan:
@@ -25,6 +27,14 @@ def lower(job: Job, rank: int) -> Plan:
     low = Lowering(job, rank)
     plan = assign(job, rank, *low.steps())
     return replace(plan, weaves=low.fusing.weaves) if low.fusing.weaves else plan
+
+
+class _Reads(NamedTuple):
+    """What a program reads: for all microbatches of a kind the same, but for the microbatch's number."""
+
+    program: Program
+    keys: tuple[tuple[Key, bool], ...]  # each with whether it is one for all microbatches
+    seen_to: tuple[tuple[int, Aval | None], ...]  # places of those that others make, and of zeros, with their avals
 
 
 class Lowering:
@@ -38,8 +48,12 @@ class Lowering:
         self.added: set[Key] = set()
         self.out: list[Step] = []
         self._names: dict[int, dict[str, tuple[str, int]]] = {}
+        self._reads: dict[tuple[int, int, int], _Reads] = {}
+        self._added_by: dict[tuple[int, str], dict[int, str]] = {}
+        self._adding: dict[tuple[int, str, int], Program] = {}
         self.traffic = Traffic(job, rank, self.out, self.here)
         self.fusing = Fusing(self, job.overlap)
+        self.zero = Zero(job, rank, self.out, self.added)
 
     def kind(self, mb: int) -> Kinds:
         """The kind of a microbatch."""
@@ -56,7 +70,7 @@ class Lowering:
             return (stage, mb, name)
         letter, index = given
         if letter == "p":
-            return (stage, -1, name)
+            return self.zero.key(stage, index)
         if letter == "g":
             return grad_key(stage, index)
         if letter == "t":
@@ -78,22 +92,28 @@ class Lowering:
         backward = next((i for i, action in enumerate(plain(row)) if action.op != "F"), -1)
         place = 0
         for position, action in enumerate(row):
+            if place != backward or not self.job.phased:
+                self.zero.at(position)
             if isinstance(action, Fused) and self.fusing.act(action, position):
                 place += len(action.parts)
                 continue
             for part in action.parts:
                 if place == backward and self.job.phased:
+                    self.zero.rest()
                     self.traffic.next_phase()
                     split = len(self.out)
                     self.traffic.begin()
+                    self.zero.at(position)
                 self.traffic.before(place)
                 self._act(part)
                 place += 1
         if backward < 0 and self.job.phased:
+            self.zero.rest()
             self.traffic.next_phase()
             split = len(self.out)
         self.traffic.drain()
         self._finish()
+        self.zero.finish()
         return self.out, split, list(self._wanted())
 
     def _act(self, action: Action) -> None:
@@ -141,37 +161,63 @@ class Lowering:
     def have(self, action: Action, own: Programs, program: Program, stage: int) -> tuple[Key, ...]:
         """Have what a program reads, waiting for messages and making zeros where nobody makes a value."""
         mb = action.microbatch
-        reads = tuple(self.key(own, stage, mb, name) for name in program.inputs)
-        for name, key in zip(program.inputs, reads, strict=True):
-            self.traffic.fetch(key)
-            if key not in self.here and key[2].startswith("0dy"):
-                aval = own.y_avals[int(name[2:])]
-                self.out.append(Step("ZERO", action, writes=(key,), avals=(aval,)))
+        _, keys, seen_to = self._pattern(own, program, stage, mb)
+        reads = tuple([key if fixed else (key[0], mb, key[2]) for key, fixed in keys])
+        for place, zero in seen_to:
+            key = reads[place]
+            if zero is None:
+                self.traffic.fetch(key)
+            elif key not in self.here:
+                self.out.append(Step("ZERO", action, writes=(key,), avals=(zero,)))
                 self.here.add(key)
         return reads
+
+    def _pattern(self, own: Programs, program: Program, stage: int, mb: int) -> _Reads:
+        """The reads of a program for the kind of a microbatch: found once, unless there is state, which moves on."""
+        memo = (id(program), stage, self.job.kind_of[mb])
+        found = self._reads.get(memo)
+        if found is None or own.counts[3]:
+            keys = [self.key(own, stage, mb, name) for name in program.inputs]
+            seen_to: list[tuple[int, Aval | None]] = []
+            for place, (key, name) in enumerate(zip(keys, program.inputs, strict=True)):
+                if key[:2] == (stage, mb) and key[2].startswith("0dy"):
+                    seen_to.append((place, own.y_avals[int(name[2:])]))
+                elif key[0] != stage:
+                    seen_to.append((place, None))
+            found = self._reads[memo] = _Reads(program, tuple((key, key[1] != mb) for key in keys), tuple(seen_to))
+        return found
 
     def run(self, action: Action, own: Programs, program: Program, stage: int) -> None:
         """Run a program on what it reads."""
         mb = action.microbatch
         reads = self.have(action, own, program, stage)
         if program.nodes or program.outputs or own.eager:
-            writes = tuple((stage, mb, name) for name in program.outputs)
+            writes = tuple([(stage, mb, name) for name in program.outputs])
             self.here.update(writes)
             self.out.append(Step(program.name, action, reads, writes, program, own))  # type: ignore[arg-type]
 
+    def _made_by(self, own: Programs, letter: str) -> dict[int, str]:
+        """The parameter gradients that a program makes itself."""
+        found = self._added_by.get((id(own), letter))
+        if found is None:
+            found = self._added_by[id(own), letter] = own.added_by(letter)
+        return found
+
     def with_adds(self, own: Programs, letter: str, stage: int) -> Program:
         """The program that adds into gradients itself, once they are all there; until then the one that makes them."""
-        made = own.added_by(letter)
-        if made and all(grad_key(stage, index) in self.added for index in made):
-            return own.adding(letter)
-        return own.b if letter == "B" else own.w
+        found = self._adding.get((id(own), letter, stage))
+        if found is None:
+            made = self._made_by(own, letter)
+            if not made or not all(grad_key(stage, index) in self.added for index in made):
+                return own.b if letter == "B" else own.w
+            found = self._adding[id(own), letter, stage] = own.adding(letter)
+        return found
 
     def _add(self, action: Action, own: Programs, op: str) -> None:
+        """Add what the action's program made and did not add itself."""
         stage, mb = action.stage, action.microbatch
         into, values, how = [], [], []
-        done = own.added_by(op)
-        if not all(grad_key(stage, index) in self.added for index in done):
-            done = {}
+        done = self._made_by(own, op) if (id(own), op, stage) in self._adding else {}
         for index, name in enumerate(own.dps):
             if name is None or index in done:
                 continue
@@ -238,7 +284,7 @@ class Lowering:
     def _wanted(self) -> Iterator[Key]:
         """Keys that must stand at the end."""
         job, top = self.job, self.job.stages - 1
-        yield from self.added
+        yield from self.added if job.copies is None else self.zero.reduced
         for keys in self.state.values():
             yield from keys
         for mb in range(job.schedule.microbatches):

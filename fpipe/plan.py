@@ -18,10 +18,12 @@ from .collectives.group import Spec
 from .program import Program
 from .route import Key, Wires
 from .schedule import Schedule
+from .sharding import Copies, Layout, Share
 from .stage import Aval, Programs
 from .weaving import Overlap, Weave
 
-Kind: TypeAlias = Literal["F", "B", "I", "W", "RECV", "WAIT", "SEND", "ADD", "ZERO", "SUM", "SETTLE"]
+Kind: TypeAlias = Literal["F", "B", "I", "W", "RECV", "WAIT", "SEND", "ADD", "ZERO", "SUM", "SETTLE",
+                          "REDUCE", "UNSHARD", "RESHARD"]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,8 @@ class Instruction:
     SEND      hand ``reads`` to rank ``peer``                        ZERO   zeros of ``specs`` into ``writes``
     ADD       add ``reads`` to the gradients ``writes``, by ``how``  SUM    ``reads``, in order, summed into ``writes``
     SETTLE    let go of ``number`` sends to rank ``peer``, which what arrived shows to have been received
+    REDUCE    begin to add up the gradients ``reads`` of a stage over the copies of the pipeline (``share`` says which)
+    UNSHARD   begin to gather a stage's parameters from parts        RESHARD   let go of them
 
     ``frees`` are the slots that are empty afterwards.
     """
@@ -47,6 +51,7 @@ class Instruction:
     number: int = -1
     specs: tuple[Spec, ...] = ()
     how: tuple[str, ...] = ()
+    share: Share | None = None
 
     def __str__(self) -> str:
         what = {
@@ -57,7 +62,11 @@ class Instruction:
         }
         words = [self.kind if self.action is None or len(self.kind) > 1 else str(self.action)]
         words += [self.program.label] if self.program is not None and self.program.label else []
-        words += [what[self.kind]] if self.kind in what else []
+        if self.share is not None:
+            part = "" if self.kind != "WAIT" else "gradients of " if self.share.gradients else "parameters of "
+            words += [f"{part}stage {self.share.stage}"]
+        elif self.kind in what:
+            words += [what[self.kind]]
         words += [f"{list(self.reads)}"] if self.reads else []
         words += [f"-> {list(self.writes)}"] if self.writes else []
         words += [f"free {list(self.frees)}"] if self.frees else []
@@ -95,6 +104,8 @@ class Job:
     strict: bool = False  # a send blocks until it is asked for, and receives are posted exactly where the plan says
     ahead: int = 2
     overlap: Overlap = field(default_factory=Overlap)
+    copies: Copies | None = None  # of the whole pipeline, on other data
+    layouts: Mapping[int, Layout] = field(default_factory=dict)  # by stage, where there are copies
 
     @property
     def stages(self) -> int:
@@ -135,6 +146,16 @@ def grad_key(stage: int, index: int) -> Key:
     return (stage, -2, f"p{index}")
 
 
+def reduced_key(stage: int, index: int) -> Key:
+    """The key under which the gradient of all copies stands, or this copy's part of it."""
+    return (stage, -2, f"r{index}")
+
+
+def whole_key(stage: int, index: int) -> Key:
+    """The key under which a parameter that came in parts stands while it is whole."""
+    return (stage, -1, f"w{index}")
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """An instruction before slots are given out: the same, over keys."""
@@ -149,6 +170,7 @@ class Step:
     number: int = -1
     avals: tuple[Any, ...] = ()
     how: tuple[str, ...] = ()
+    share: Share | None = None
 
 
 def spec_of(aval: Aval) -> Spec:
@@ -157,4 +179,5 @@ def spec_of(aval: Aval) -> Spec:
     return from_shape
 
 
-__all__ = ["Aval", "Instruction", "Job", "Kinds", "Plan", "Sequence", "Step", "grad_key", "spec_of"]
+__all__ = ["Aval", "Instruction", "Job", "Kinds", "Plan", "Sequence", "Share", "Step", "grad_key", "reduced_key",
+           "spec_of", "whole_key"]  # fmt: skip

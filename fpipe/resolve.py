@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,12 +18,14 @@ from ._version import __version__
 from .agreeing import agree, tag_of, together
 from .collectives.group import Group, Spec, contiguous
 from .errors import MismatchError, StageError
+from .losses import check_scalar, loss_stage
 from .ordering import lower_together
 from .plan import Job, Kinds, Plan
 from .route import Face, Wires
 from .run import Bound, Check, Options, bind
 from .schedule import Schedule
-from .stage import Aval, Programs, Stage, as_stage, keyword_only
+from .sharding import Copies, Layout
+from .stage import Aval, Programs, Stage
 from .tracing import Signature, programs_of
 from .weaving import Overlap
 
@@ -74,6 +75,7 @@ class Request:
     kind_of: tuple[int, ...]
     mode: str  # "grad", "forward" or "vjp"
     wants_dx: bool
+    layouts: Mapping[int, Layout] = field(default_factory=dict)  # by stage, where the pipeline has copies
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ class Recipe:
     frozen: tuple[str, ...] = ()
     check: Check | None = None
     overlap: Overlap = field(default_factory=Overlap)
+    copies: Copies | None = None
 
 
 def resolve(recipe: Recipe, request: Request) -> Resolved:
@@ -136,10 +139,11 @@ def resolve(recipe: Recipe, request: Request) -> Resolved:
             request.schedule, made, request.kind_of, training=training, tied=tied, grad_specs=specs,
             wide=recipe.wide, wants_dx=request.wants_dx, phased=request.mode == "vjp",
             wired=len(here) < recipe.group.size,
-            strict=recipe.group.strict, overlap=recipe.overlap,
+            strict=recipe.group.strict, overlap=recipe.overlap, copies=recipe.copies, layouts=request.layouts,
         )  # fmt: skip
     for rank, plan in lower_together(jobs).items():
-        options = Options(wide=recipe.wide, check=recipe.check, device=recipe.group.device(rank))
+        first = 0 if recipe.copies is None else recipe.copies.part * request.schedule.microbatches
+        options = Options(wide=recipe.wide, check=recipe.check, device=recipe.group.device(rank), first=first)
         bound[rank] = bind(plan, recipe.group, options)
     random = any(ins.program is not None and ins.program.random for b in bound.values() for ins in b.plan.instructions)
     return Resolved(
@@ -165,6 +169,7 @@ def _facts(recipe: Recipe, request: Request) -> dict[str, str | None]:
         "the shapes of the targets": shapes([target for kind in request.kinds for target in kind[1]]),
         "tied parameters": str(recipe.tied),
         "the dtype of accumulation": str(recipe.wide),
+        "copies": "none" if recipe.copies is None else recipe.copies.told,
         "overlap": recipe.overlap.how,
     }
 
@@ -233,7 +238,7 @@ class _Kind:
         here = [r for r in top if r in self.recipe.group.here]
         device = self.recipe.group.device(here[0] if here else self.recipe.group.here[0])
         self.loss = _programs(stage, [nothing, x, self.sides[-1], Group1.of(None)], device, None)
-        _check_scalar(stage, self.loss)
+        check_scalar(stage, self.loss)
 
     def for_rank(self, rank: int) -> Kinds:
         """What lowering needs on one rank."""
@@ -276,43 +281,6 @@ def _on(leaf: Leaf, device: torch.device) -> Leaf:
     if isinstance(leaf, Aval) and leaf.device != device:
         return leaf._replace(device=device)
     return leaf
-
-
-def _check_scalar(stage: Stage, loss: Programs) -> None:
-    first = loss.y_avals[0] if loss.y_avals else None
-    if first is None or first.shape != ():
-        got = "no tensor" if first is None else str(first)
-        raise StageError(
-            f"the loss {stage.label} must return one scalar tensor (or, with has_aux=True, a scalar and anything); "
-            f"it returned {got}"
-        )
-    if not first.dtype.is_floating_point:
-        raise StageError(f"the loss {stage.label} must be floating, not {first.dtype}; take .float() of it")
-
-
-@lru_cache(maxsize=256)
-def loss_stage(loss: Callable[..., Any], has_aux: bool) -> Stage:
-    """A loss as a stage without parameters whose input is (output, *targets)."""
-    own = as_stage(loss)
-    like = None if own.like is None else _called(own.like, has_aux)
-    return Stage(_called(own.fn, has_aux), name=own.label, engine=own.engine, like=like)
-
-
-def _called(loss: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-    def call(_: Any, x: tuple[Any, ...], **side: Any) -> Any:
-        made = loss(*x, **side)
-        if not has_aux:
-            return made
-        if not isinstance(made, tuple) or len(made) != 2:
-            raise StageError(f"with has_aux=True the loss must return (scalar, aux), not {type(made).__name__}")
-        return made[0], tree.tree_map(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, made[1])
-
-    return call
-
-
-def loss_sides(loss: Callable[..., Any] | None) -> tuple[str, ...]:
-    """The keyword-only arguments of a loss."""
-    return () if loss is None else keyword_only(loss.fn if isinstance(loss, Stage) else loss)
 
 
 def _exchange(recipe: Recipe, request: Request, kinds: Sequence[_Kind]) -> None:

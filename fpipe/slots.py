@@ -14,28 +14,24 @@ from .plan import Instruction, Job, Plan, Step, spec_of
 from .route import Key
 from .stage import Aval
 
-_PROGRAMS = frozenset("FBIW")
-
 
 def assign(job: Job, rank: int, steps: Sequence[Step], split: int, wanted: Sequence[Key]) -> Plan:
     """Give out slots and count bytes."""
-    last = _last_uses(steps, wanted)
     feeds = _feeds(steps, wanted)
+    uses = _uses(steps, wanted, feeds)
     table = _Slots(feeds)
     ledger = Ledger(job.wired)
     instructions, curve = [], []
-    for index, step in enumerate(steps):
-        reads = tuple(map(table.where.__getitem__, step.reads))
-        # a gradient is made by its first ADD and read by the later ones
-        ends = [key for key in dict.fromkeys(step.reads) if last[key] == index and key not in feeds]
-        during = ledger.run(step, ends) if step.kind in _PROGRAMS else ledger.other(step)
-        writes = tuple(table.put(key, last.get(key, -1) > index) for key in step.writes if key is not None)
-        for key in step.writes:
-            if key is not None and last.get(key, -1) <= index:
+    for step, (ends, needed) in zip(steps, reversed(uses), strict=True):
+        reads = tuple([table.where[key] for key in step.reads])
+        during = ledger.run(step, ends) if step.program is not None else ledger.other(step)
+        writes = tuple([table.put(key, later) for key, later in zip(step.writes, needed, strict=True)])
+        for key, later in zip(step.writes, needed, strict=True):
+            if not later:
                 ledger.end(key)
-        for key in ends:
-            ledger.end(key)
-        frees = tuple(table.free(key) for key in ends)
+        for place in ends:
+            ledger.end(step.reads[place])
+        frees = tuple([table.free(step.reads[place]) for place in ends])
         curve.append(max(during, ledger.live))
         if step.kind != "ZERO" or writes:
             instructions.append(_instruction(step, reads, writes, frees))
@@ -48,21 +44,31 @@ def _instruction(
 ) -> Instruction:  # fmt: skip
     specs = tuple(spec_of(a) if isinstance(a, Aval) else a for a in step.avals)
     return Instruction(step.kind, step.action, reads, writes, frees, step.program, step.peer, step.number, specs,
-                       step.how)  # fmt: skip
+                       step.how, step.share)  # fmt: skip
 
 
-def _last_uses(steps: Sequence[Step], wanted: Sequence[Key]) -> dict[Key, int]:
-    last: dict[Key, int] = {}
-    for index, step in enumerate(steps):
-        for key in step.reads:
-            last[key] = index
-        if step.kind in ("ADD", "SUM"):
-            for key in step.writes:
-                if key is not None:
-                    last[key] = index
-    for key in wanted:
-        last[key] = len(steps)
-    return last
+def _uses(
+    steps: Sequence[Step], wanted: Sequence[Key], feeds: dict[Key, int]
+) -> list[tuple[tuple[int, ...], tuple[bool, ...]]]:
+    """From the last step to the first: the places of the reads that end there, and which writes are used later.
+
+    A gradient is made by its first ADD and read, as what it is written into, by the later ones.
+    """
+    used = {*wanted, *feeds}
+    found = []
+    for step in reversed(steps):
+        needed = tuple([key in used for key in step.writes])
+        if step.kind == "ADD" or step.kind == "SUM":
+            used.update(step.writes)
+        elif step.share is not None:  # parameters may be gathered more than once: what was there before ended before
+            used.difference_update(step.writes)
+        ends = []
+        for place, key in enumerate(step.reads):
+            if key not in used:
+                used.add(key)
+                ends.append(place)
+        found.append((tuple(ends), needed))
+    return found
 
 
 def _feeds(steps: Sequence[Step], wanted: Sequence[Key]) -> dict[Key, int]:
@@ -73,7 +79,7 @@ def _feeds(steps: Sequence[Step], wanted: Sequence[Key]) -> dict[Key, int]:
         for key in step.reads:
             if key not in made and key not in feeds:
                 feeds[key] = len(feeds)
-        made.update(key for key in step.writes if key is not None)
+        made.update(step.writes)
     for key in wanted:
         if key not in made and key not in feeds:
             feeds[key] = len(feeds)

@@ -47,6 +47,8 @@ def start_reduce(memory: Tensor, way: Way, group: dist.ProcessGroup, scatter: bo
     rank, size = group.rank(), group.size()
     part_of(memory, 0, size if scatter else 1)
     carried = memory.detach().to("cpu" if way.staged else memory.device, way.carry).contiguous()
+    if not memory.numel():
+        return None, lambda: memory
     if way.ask == "gather":
         pieces = [torch.empty_like(carried) for _ in range(size)]
         work = dist.all_gather([_raw(piece) for piece in pieces], _raw(carried), group=group, async_op=True)
