@@ -30,7 +30,7 @@ from .stage import Aval, Held
 
 _DATA = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 #: What torch says of code that runs on real tensors and not on fake ones.
-_UNTRACEABLE = (".numpy()", "symbolically trace", "fake impl", "data pointer", "meta kernel", "meta tensors")
+_UNTRACEABLE = (".numpy()", "symbolically trace", "fake impl", "data pointer", "meta kernel", "meta tensors", "inputs of bf16")
 _T = torch.ops.aten.t.default
 _IDENTITY = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 

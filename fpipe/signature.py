@@ -46,7 +46,13 @@ def _aval(leaf: Any, grad: bool) -> Any:
 
 def wants(signature: Signature) -> str:
     """Parameters and input of a signature, for a message."""
-    return "(" + "; ".join(", ".join(map(_word, group)) for group in signature.leaves[:2] if group) + ")"
+    return "(" + "; ".join(map(_words, filter(None, signature.leaves[:2]))) + ")"
+
+
+def _words(group: Sequence[Any]) -> str:
+    """The first leaves of a group, and how many more there are."""
+    more = [f"and {len(group) - 6} more"] if len(group) > 7 else []
+    return ", ".join([*map(_word, group[: 6 if more else 7]), *more])
 
 
 def _word(leaf: Any) -> str:
