@@ -53,9 +53,8 @@ def quiet() -> Iterator[None]:
 
 def empty(aval: Aval) -> torch.Tensor:
     """A fake tensor of an aval; call inside ``mode()``."""
-    return torch.empty_strided(
-        aval.shape, aval.stride, dtype=aval.dtype, device=aval.device, requires_grad=aval.grad and _can(aval.dtype)
-    )
+    tensor = aval.build(lambda a: torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device=a.device))
+    return tensor.requires_grad_(aval.grad and _can(aval.dtype))
 
 
 def _can(dtype: torch.dtype) -> bool:
@@ -207,6 +206,8 @@ def memory(nodes: Iterable[fx.Node]) -> dict[str, Held]:
             storage = value.untyped_storage()
             keep.append(storage)
             root = roots.setdefault(storage._cdata, node.name)
+            if node.name.startswith("wait_tensor") and isinstance(node.args[0], fx.Node):  # gives what it waited for
+                root = found[node.args[0].name].root if node.args[0].name in found else root
             given = found[root].given if root in found else node.op == "placeholder"
             found[node.name] = Held(root, storage.nbytes(), given)
     return found

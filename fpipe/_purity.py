@@ -47,9 +47,9 @@ class watching(TorchDispatchMode):  # noqa: N801  (used as a function)
         if not isinstance(func, torch._ops.OpOverload):  # torch.cond and its like
             return func(*args, **kwargs)
         for tensor in _written(func, args, kwargs):
-            if not isinstance(tensor, FakeTensor) or tensor.untyped_storage()._cdata in self.views:
+            if _real(tensor) or (is_fake(tensor) and tensor.untyped_storage()._cdata in self.views):
                 raise _impure(self.label, tensor)
-        real = [a for a in args if isinstance(a, torch.Tensor) and not isinstance(a, FakeTensor)]
+        real = [a for a in args if _real(a)]
         for tensor in real:
             if tensor.requires_grad and torch.is_grad_enabled() and func is not torch.ops.aten.detach.default:
                 raise TraceError(
@@ -74,6 +74,8 @@ class guarding(TorchDispatchMode):  # noqa: N801  (used as a function)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
         for tensor in _written(func, args, kwargs):
             if _storage(tensor) not in self.own | {None}:
                 raise _impure(self.label, tensor)
@@ -86,6 +88,12 @@ class guarding(TorchDispatchMode):  # noqa: N801  (used as a function)
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no data."""
     return isinstance(tensor, FakeTensor)
+
+
+def _real(value: Any) -> bool:
+    """Whether a tensor has data; what wraps others does not tell."""
+    wraps = hasattr(type(value), "__tensor_flatten__")
+    return isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and not wraps
 
 
 def _storage(value: Any) -> int | None:

@@ -334,12 +334,12 @@ def _fits(got: torch.Tensor, told: Aval) -> bool:
 
 
 def _zeros(aval: Aval) -> torch.Tensor:
-    return torch.zeros(aval.shape, dtype=aval.dtype, device=aval.device)
+    return aval.build(lambda a: torch.zeros(a.shape, dtype=a.dtype, device=a.device))
 
 
 def _nothing(aval: Aval) -> torch.Tensor:
     """Zeros that take no memory: nobody writes into them."""
-    return torch.zeros((), dtype=aval.dtype, device=aval.device).expand(aval.shape)
+    return aval.build(lambda a: torch.zeros((), dtype=a.dtype, device=a.device).expand(a.shape))
 
 
 def _set_random(states: Sequence[tuple[torch.device, torch.Tensor]]) -> None:

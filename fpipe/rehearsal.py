@@ -22,6 +22,7 @@ from .errors import ActionError, FpipeError, StageError, TraceError
 from .signature import Outputs, Signature, call, outputs_from, wants
 from .splitting import GradientEdge, Node, all_nodes, both, get_gradient_edge, saved_tensors, survey
 from .stage import RECORDING, Aval, Remat, Stage
+from .wrapping import parts
 
 
 @dataclass(frozen=True)
@@ -160,11 +161,10 @@ def _weigh(stage: Stage, told: Told, groups: Sequence[Sequence[Any]], outs: Sequ
         return replace(told, saved=0, kept=0)
     seen = survey(ends, xs.values(), ps)
     refuse_captured(stage, seen.foreign)
-    callers = {t.untyped_storage()._cdata for i in (0, 2, 3) for t in groups[i] if tree.is_tensor(t)}
-    given = {t.untyped_storage()._cdata: t for t in groups[1] if tree.is_tensor(t)}
+    callers = {s._cdata for i in (0, 2, 3) for s in _storages(groups[i])}
     saved = _bytes(saved_tensors(all_nodes(ends)), callers)
     if isinstance(stage.fn, Remat):
-        saved = sum(t.untyped_storage().nbytes() for t in given.values())
+        saved = sum({s._cdata: s.nbytes() for s in _storages(groups[1])}.values())
     forks = [fork.node for fork in seen.forks]
     kept = _bytes(saved_tensors(forks), callers) + sum(_arriving(f.node, f.ports) for f in seen.forks)
     told = replace(told, saved=saved, kept=kept if xs else saved)
@@ -183,8 +183,12 @@ def _landed(aval: Aval) -> Aval:
 
 
 def _bytes(tensors: Iterable[torch.Tensor], callers: set[int]) -> int:
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    storages = {storage._cdata: storage.nbytes() for storage in _storages(tensors)}
     return sum(nbytes for cdata, nbytes in storages.items() if cdata not in callers)
+
+
+def _storages(leaves: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    return (part.untyped_storage() for leaf in leaves if tree.is_tensor(leaf) for part in parts(leaf))
 
 
 def _arriving(node: Node, ports: Sequence[int]) -> int:
@@ -218,12 +222,18 @@ def _made_up(signature: Signature) -> list[list[Any]]:
 
 
 def _numbers(aval: Aval) -> torch.Tensor:
+    tensor = aval.build(_plain_numbers)
+    floating = aval.dtype.is_floating_point or aval.dtype.is_complex
+    return tensor.requires_grad_(aval.grad) if floating else tensor
+
+
+def _plain_numbers(aval: Aval) -> torch.Tensor:
     tensor = torch.empty_strided(aval.shape, aval.stride, dtype=aval.dtype, device=aval.device)
     if aval.dtype.is_floating_point or aval.dtype.is_complex:
         with torch.no_grad():
             parts = torch.view_as_real(tensor) if aval.dtype.is_complex else tensor
             parts.uniform_(generator=torch.Generator(aval.device).manual_seed(0))
-        return tensor.requires_grad_(aval.grad)
+        return tensor
     return tensor.fill_(1 if aval.dtype is torch.bool else 0)
 
 

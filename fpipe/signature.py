@@ -100,11 +100,12 @@ def outputs_from(stage: Stage, y: Any, aux: Any, state: Any, copies: bool) -> Ou
 
 def _check_outputs(stage: Stage, ys: Sequence[Any], aux: Any) -> None:
     for leaf in ys:
-        dense = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+        dense = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and Aval.like(leaf).kind is None
         if not dense and not isinstance(leaf, (int, float, bool, str, bytes, complex, torch.dtype, torch.device)):
             raise StageError(
                 f"stage {stage.label} returns a {_kind(leaf)}, which cannot be sent to the next stage; "
-                'return tensors and plain numbers, or register its class as a pytree (optree, namespace="fpipe")'
+                "return tensors (of a DTensor: its to_local()) and plain numbers, or register its class as a pytree "
+                '(optree, namespace="fpipe")'
             )
     if stage.aux_loss and (not isinstance(aux, torch.Tensor) or aux.dim() or not aux.is_floating_point()):
         raise StageError(
@@ -114,7 +115,8 @@ def _check_outputs(stage: Stage, ys: Sequence[Any], aux: Any) -> None:
 
 
 def _kind(leaf: Any) -> str:
-    return f"{leaf.layout} tensor" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+    sparse = isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided
+    return f"{leaf.layout} tensor" if sparse else type(leaf).__name__
 
 
 def _check_state(stage: Stage, leaves: Sequence[Any]) -> None:

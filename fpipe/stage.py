@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from . import tree
 from .errors import StageError
 from .program import Program
+from .wrapping import Kind, kind_of, rebuild
 
 Engine: TypeAlias = Literal["trace", "eager"]
 
@@ -122,28 +123,40 @@ def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Aval(NamedTuple):
-    """Shape, strides, dtype and device of a tensor, and whether a gradient is wanted for it."""
+    """Shape, strides, dtype and device of a tensor, whether a gradient is wanted for it, and what it wraps, if any."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     grad: bool = False
+    kind: Kind | None = None
 
     @classmethod
     def like(cls, tensor: torch.Tensor, grad: bool = False) -> Aval:
         """The aval of a tensor."""
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, grad)
+        kind = None if type(tensor) is torch.Tensor else kind_of(tensor, cls.like)
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, grad, kind)
+
+    def build(self, plain: Callable[[Aval], torch.Tensor]) -> torch.Tensor:
+        """A tensor of this description, around what ``plain`` makes for descriptions of ordinary ones."""
+        if self.kind is None:
+            return plain(self)
+        inside = lambda inner: inner.build(plain) if isinstance(inner, Aval) else inner
+        return rebuild(self.kind, self.shape, self.stride, inside)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the smallest storage that holds it."""
+        if self.kind is not None:
+            return sum(inner.nbytes for _, inner in self.kind[1] if isinstance(inner, Aval))
         if 0 in self.shape:
             return 0
         return self.dtype.itemsize * (1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True)))
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        outer = "" if self.kind is None else f"{self.kind[0].__name__} "
+        return f"{outer}{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
 class Held(NamedTuple):

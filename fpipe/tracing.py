@@ -20,7 +20,7 @@ from ._purity import spell_out
 from .compiling import compiled
 from .cut import Joint, Piece, cut
 from .eager import eager_programs
-from .errors import FpipeError, StageError
+from .errors import FpipeError, StageError, TraceError
 from .program import Program, draws
 from .signature import Outputs, Signature, call, outputs_of, wants
 from .stage import Aval, Held, Programs, Stage, as_stage, named
@@ -75,6 +75,12 @@ def ambient() -> tuple[Any, ...]:
 
 
 def _trace(stage: Stage, signature: Signature) -> Programs:
+    wrapped = [a for group in signature.leaves for a in group if isinstance(a, Aval) and a.kind is not None]
+    if wrapped:
+        raise TraceError(
+            f"stage {stage.label} is given a {wrapped[0]}, and a trace sees through no wrapper; run it with "
+            'fpipe.Stage(fn, engine="eager"), or give it the local tensors'
+        )
     try:
         with _fake.quiet():
             made = outputs_of(stage, signature)

@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 import optree
 import torch
 
+from .wrapping import kind_of
+
 Tree: TypeAlias = Any
 Spec: TypeAlias = optree.PyTreeSpec
 
@@ -67,7 +69,9 @@ def is_floating(leaf: Any) -> bool:
 def aval(leaf: Any) -> Any:
     """What a trace may depend on: shape, strides, dtype and device of a tensor, the type and value of anything else."""
     if isinstance(leaf, torch.Tensor):
-        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
+        plain = (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
+        kind = None if type(leaf) is torch.Tensor else kind_of(leaf, aval)
+        return plain if kind is None else (*plain, kind)
     return static(leaf)
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import optree
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
@@ -575,3 +578,40 @@ def test_under_debug():
         params[2]["w"][0, 0] = float("nan")
         with pytest.raises(fpipe.ActionError, match=r"2F0 .*NaN"):
             fpipe.grad(pipe)(params, x, x)
+
+
+# ---- tensors that wrap others ---------------------------------------------------------------------------------------
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_parameters_that_are_dtensors(mesh: DeviceMesh):
+    def layer(p: Any, x: Tensor) -> Tensor:
+        h = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        h = F.linear(F.linear(h, p["up"], p["b"]).tanh(), p["down"])
+        return x + h.redistribute(placements=[Replicate()]).to_local()
+
+    def plain(p: Any, x: Tensor) -> Tensor:
+        return x + F.linear(F.linear(x, p["up"], p["b"]).tanh(), p["down"])
+
+    torch.manual_seed(0)
+    whole = [{"up": randn(6, 3), "b": randn(6), "down": randn(3, 6), "unused": randn(3)} for _ in range(4)]
+    ways = {"up": Shard(0), "b": Shard(0), "down": Shard(1), "unused": Replicate()}
+    split = [{n: distribute_tensor(t, mesh, [ways[n]]) for n, t in p.items()} for p in whole]
+    x, t = randn(6, 3), randn(6, 3)
+    run = lambda fn, params, **more: fpipe.value_and_grad(
+        fpipe.pipeline([fn] * 4, "ZBV", loss=squared_loosely, microbatches=3, group=fpipe.local(2), **more)
+    )(params, x, t)
+    loss, grads = run(layer, split, engine="eager")
+    wanted, others = run(plain, whole)
+    assert torch.equal(loss, wanted)
+    for mine, other in zip(grads, others, strict=True):
+        assert all(isinstance(g, DTensor) for g in mine.values())
+        assert same({n: g.full_tensor() for n, g in mine.items()}, other)
+    with pytest.raises(fpipe.TraceError, match=r'DTensor float32\[6\].*engine="eager"'):
+        run(layer, split)
+    with pytest.raises(fpipe.StageError, match=r"returns a DTensor.*to_local"):
+        trace(fpipe.Stage(lambda p, x: p["up"], engine="eager"), split[0], x)
