@@ -6,7 +6,10 @@ from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
+from torch.distributed.distributed_c10d import (
+    _get_default_store,
+    _resolve_process_group,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 Store: TypeAlias = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # the documentation names it so
 
