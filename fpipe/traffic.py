@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from .actions import Action, gives, plain
+from .actions import RULE, Action, plain
 from .collectives.group import Spec
 from .plan import Job, Kinds, Step, spec_of
 from .route import Key, Out
 from .simulate import Costs, simulate_rows
 
+#: op -> the facts that it makes and others may wait for.
+_TRAVELS = {op: tuple(kind for kind in made if kind != "W") for op, (made, _) in RULE.items()}
 #: Where all ranks follow one order, sends that may be under way to one rank.
 _BEHIND = 2
 
@@ -45,7 +47,7 @@ class Traffic:
         self.placement = job.schedule.placement
         self.coming: dict[Key, tuple[Channel, int]] = {}
         self.under_way: dict[int, deque[int]] = {}
-        self._dests: dict[tuple[int, str, int, tuple[int, ...]], list[tuple[int, list[Out]]]] = {}
+        self._dests: dict[tuple[int, str, int, int], list[tuple[int, list[Out]]]] = {}
         self._specs: dict[Out, Spec] = {}
         self._places: dict[int, dict[tuple[int, int], int]] = {}
         self.channels = self._incoming()
@@ -62,10 +64,10 @@ class Traffic:
 
     def outgoing(self, stage: int, fact: str, mb: int) -> list[tuple[int, list[Out]]]:
         """Which values go to which other ranks once a fact of a stage is there."""
-        path = self.placement.path(mb)
-        memo = (stage, fact, self.job.kind_of[mb], path)
+        memo = (stage, fact, self.job.kind_of[mb], self.placement.path_index(mb))
         found = self._dests.get(memo)
         if found is None:
+            path = self.placement.path(mb)
             by_rank: dict[int, list[Out]] = {}
             last = len(path) - 1
             home = path[min(stage, last)]
@@ -91,11 +93,10 @@ class Traffic:
             for action, place, _ in _places(job, src):
                 if job.phased and action.op != "F" and channel.fence < 0:
                     channel.fence = len(channel.messages)
-                for fact in gives(action):
-                    if fact.kind == "I" and action.stage == job.stages - 1:
+                for fact in _TRAVELS[action.op]:
+                    if fact == "I" and action.stage == job.stages - 1:
                         self._expect(channel, place, action, action.stage + 1, "I")
-                    if fact.kind != "W":
-                        self._expect(channel, place, action, action.stage, fact.kind)
+                    self._expect(channel, place, action, action.stage, fact)
             channels.append(channel)
         return channels
 
@@ -180,9 +181,10 @@ class Traffic:
 
     def fetch(self, key: Key) -> None:
         """Wait for the message that brings a value, and for those before it."""
-        if key in self.here or key not in self.coming:
+        found = self.coming.get(key)
+        if found is None:
             return
-        channel, number = self.coming[key]
+        channel, number = found
         while channel.had <= number:
             self._post(channel, channel.had + 1 + (0 if self.job.strict else self.job.ahead))
             keys, specs = channel.messages[channel.had]
