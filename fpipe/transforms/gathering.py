@@ -66,6 +66,8 @@ def sum_tied(tied: Tied | None = None, *, over: Over | None = None) -> Transform
     """
     if tied is None and over is None:
         raise TransformError("sum_tied needs groups of names, as in sum_tied([('0.wte', '7.wte')]), or over=pipe")
+    if getattr(over, "parts", None) is not None:
+        raise TransformError("sum_tied needs whole gradients, and zero= gives parts; build the pipeline with tied=")
     groups = tuple(tuple(group) for group in (tied if tied is not None else over.tied if over is not None else ()))
     copies = [name for group in groups for name in group]
 

@@ -46,7 +46,7 @@ def global_norm(
 
     ``exact=True`` adds in an order that no number of ranks and no number of threads can change. ``tied`` names leaves
     that are one parameter (default: those of ``over``); the first of a group counts. ``shards`` is a group whose
-    processes hold parts of the same leaves. Nothing waits for the device.
+    processes hold parts of the same leaves (default: that of ``over``). Nothing waits for the device.
 
     >>> global_norm([torch.tensor([3.0]), {"w": torch.tensor([4.0])}]).item()
     5.0
@@ -58,6 +58,7 @@ def global_norm(
     skip = _copies(tied if tied is not None else over.tied if over is not None else ())
     device = board_device(tree, over)
     shares = _shares(tree, over, skip, p, exact, device)
+    shards = shards if shards is not None else getattr(over, "parts", None)
     if shards is not None:
         shares = {stage: _over_shards(share, p, shards) for stage, share in shares.items()}
     row = board(shares, number_of_slots(tree, over), device, over)
@@ -185,6 +186,8 @@ def _by_rows(flat: Tensor, p: float) -> Tensor:
 
 
 def _over_shards(share: Tensor, p: float, shards: Group) -> Tensor:
+    # in one dtype everywhere: where no element of a stage fell to a process, it does not know the leaves'
+    share = share.to(torch.float64 if share.device.type in ("cpu", "cuda") else torch.float32)
     if math.isinf(p):
         return shards.all_reduce(share, "max")
     return shards.all_reduce(share.pow(p), "sum").pow(1 / p)
