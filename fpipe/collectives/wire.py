@@ -8,6 +8,7 @@ dtype that does not match is found before anything is sent. Knows no backend.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -139,23 +140,14 @@ class Wire:
         return found
 
 
-_KNOWN: dict[int, Wire] = {}
-_MOST = 16_384
-
-
+@lru_cache(maxsize=4096)
 def wire(specs: tuple[Spec, ...]) -> Wire:
-    """The Wire of some Specs. Found by the tuple's identity: plans pass the same tuple at every step.
+    """The Wire of some Specs.
 
-    >>> specs = (Spec((2,), (1,), torch.float32),)
-    >>> wire(specs) is wire(specs)
+    >>> wire((Spec((2,), (1,), torch.float32),)) is wire((Spec((2,), (1,), torch.float32),))
     True
     """
-    found = _KNOWN.get(id(specs))
-    if found is None or found.specs is not specs:
-        if len(_KNOWN) >= _MOST:
-            _KNOWN.clear()
-        found = _KNOWN[id(specs)] = Wire(specs)  # keeps the tuple, so that its identity stays its own
-    return found
+    return Wire(specs)
 
 
 def lay_out(tensor: Tensor, spec: Spec) -> Tensor:
