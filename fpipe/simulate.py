@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import inf, nan
-from typing import Any, TypeAlias
+from operator import add
+from typing import Any, NamedTuple, TypeAlias
 
 from .actions import RULE, Action, Placement, Row
 from .check import check_cells, stuck
@@ -29,9 +30,11 @@ class Costs:
 
     ``F``, ``I``, ``W`` and ``B`` (default: I + W) are times. ``overlap`` is the time of a fused action, by the stage of
     its first part (default: the sum of its parts). A message between different ranks takes ``comm``, a latency, plus
-    ``boundary``, its bytes, over ``bandwidth``, bytes per time; these may differ by boundary, one number between each
-    stage and the next. Memory: ``saved`` bytes are held from F on; I leaves ``kept`` of them (default: all) for W, and
-    W or B frees the rest. So F adds ``saved``, I adds ``kept - saved``, W adds ``-kept`` and B ``-saved``.
+    ``boundary``, its bytes, over ``bandwidth``, bytes per time; besides, it keeps its sender's rank busy for ``send``,
+    after the action, and its receiver's for ``receive``, before the action that needs it. All of these may differ by
+    boundary, one number between each stage and the next. Memory: ``saved`` bytes are held from F on; I leaves ``kept``
+    of them (default: all) for W, and W or B frees the rest. So F adds ``saved``, I adds ``kept - saved``, W adds
+    ``-kept`` and B ``-saved``.
 
     >>> Costs(F=1, I=[1, 2], W=0.5)
     Costs(F=1.0, I=(1.0, 2.0), W=0.5)
@@ -45,6 +48,8 @@ class Costs:
     comm: PerStage = 0.0
     boundary: PerStage = 0.0
     bandwidth: PerStage = inf
+    send: PerStage = 0.0
+    receive: PerStage = 0.0
     saved: PerStage = 1.0
     kept: PerStage | None = None
     unit: str = ""  #: of time, for people
@@ -134,13 +139,17 @@ class Costs:
         }
 
     def links(self, stages: int) -> tuple[float, ...]:
-        """The time that a message takes over each boundary, where its ends are on different ranks.
+        """The time that a message takes over each boundary once it is sent, where its ends are on different ranks.
 
         >>> Costs(comm=0.5, boundary=[10, 20], bandwidth=10).links(3)
         (1.5, 2.5)
         """
         comm, size, width = (self._spread(name, stages - 1) for name in ("comm", "boundary", "bandwidth"))
         return tuple(c + s / w for c, s, w in zip(comm, size, width, strict=True))
+
+    def handling(self, stages: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """The times that a message over each boundary keeps its sender and its receiver busy."""
+        return self._spread("send", stages - 1), self._spread("receive", stages - 1)
 
     def sizes(self, stages: int) -> tuple[float, ...]:
         """The bytes of a message over each boundary."""
@@ -159,7 +168,7 @@ class Costs:
 
 
 _NUMBERS = tuple(f.name for f in fields(Costs) if f.name != "unit")
-_AT_BOUNDARIES = ("comm", "boundary", "bandwidth")
+_AT_BOUNDARIES = ("comm", "boundary", "bandwidth", "send", "receive")
 
 
 def _refuse(message: str) -> ScheduleError:
@@ -194,9 +203,14 @@ def _number(name: str, value: Any) -> float:
 
 
 # ---- the clock ------------------------------------------------------------------------------------------------------
-#: op -> ((offset of a fact that it waits for, the time that this travels to each stage), ...), the offsets of the facts
-#: that it makes and others wait for, and its time on each stage
-_Table: TypeAlias = dict[str, tuple[tuple[tuple[int, tuple[float, ...]], ...], tuple[int, ...], tuple[float, ...]]]
+class _Op(NamedTuple):
+    """What an op waits for, makes and costs; whatever depends on the stage is a tuple by stage."""
+
+    needs: tuple[tuple[int, tuple[float, ...]], ...]  # offset of a fact that it waits for, the time that this travels
+    gives: tuple[int, ...]  # offsets of the facts that it makes and others wait for
+    length: tuple[float, ...]
+    before: tuple[float, ...]  # receiving what it needs
+    after: tuple[float, ...]  # sending what it made
 
 
 def simulate_rows(
@@ -219,22 +233,26 @@ def simulate_rows(
     tables = [by_path[placement.path_index(microbatch)] for microbatch in range(microbatches)]
     starts, ends, causes = (tuple(array(code) for _ in rows) for code in "ddq")
     there = [0.0] * facts.size
+    clocks = [0.0] * len(rows)
     fused = costs.times(stages).get("overlap")
     for rank, first, stop in result.runs:
         lane, begin, end, cause = rows[rank], starts[rank].append, ends[rank].append, causes[rank].append
-        clock = ends[rank][-1] if first else 0.0
+        clock = clocks[rank]
         for position in range(first, stop):
             action = lane[position]
             parts = (action,) if isinstance(action, Action) else action.parts
-            waited, together = -1, 0.0
+            waited, received, together, sent = -1, 0.0, 0.0, 0.0
             for stage, op, microbatch in parts:
                 base = stage * microbatches + microbatch
-                needs, _, length = tables[microbatch][op]
+                needs, _, length, before, after = tables[microbatch][op]
                 for need, travel in needs:
                     arrival = there[base + need] + travel[stage]
                     if arrival > clock:
                         clock, waited = arrival, base + need
+                received += before[stage]
                 together += length[stage]
+                sent += after[stage]
+            clock += received
             begin(clock)
             cause(waited)
             clock += together if fused is None or len(parts) == 1 else fused[parts[0].stage]
@@ -242,12 +260,14 @@ def simulate_rows(
             for stage, op, microbatch in parts:
                 for made in tables[microbatch][op][1]:
                     there[stage * microbatches + microbatch + made] = clock
+            clock += sent
+        clocks[rank] = clock
     return Timeline(
         rows, starts, ends, placement, microbatches, causes, costs.memory(stages), costs.sizes(stages), name, costs.unit
     )
 
 
-def _table(facts: Facts, path: Sequence[int], costs: Costs) -> _Table:
+def _table(facts: Facts, path: Sequence[int], costs: Costs) -> dict[str, _Op]:
     """What each op waits for, makes and costs, for microbatches that take this path.
 
     What an action needs of its own stage was made on its own rank before it, so it never waits for that; and what
@@ -255,20 +275,29 @@ def _table(facts: Facts, path: Sequence[int], costs: Costs) -> _Table:
     """
     stages = range(facts.stages)
     links, times = costs.links(facts.stages), costs.times(facts.stages)
+    send, receive = costs.handling(facts.stages)
 
-    def travel(by: int) -> tuple[float, ...]:
+    def over(by: int, each: Sequence[float]) -> tuple[float, ...]:
+        """A number of each boundary, by the stage on its other side; 0 where both live on one rank."""
         return tuple(
-            links[min(stage, stage + by)] if stage + by in stages and path[stage + by] != path[stage] else 0.0
+            each[min(stage, stage + by)] if stage + by in stages and path[stage + by] != path[stage] else 0.0
             for stage in stages
         )
 
-    waited_for = {kind for _, asked in RULE.values() for kind, by in asked if by}
-    table: _Table = {}
+    def total(lists: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
+        return tuple(map(sum, zip([0.0] * facts.stages, *lists, strict=True)))
+
+    users = {(kind, -by) for _, asked in RULE.values() for kind, by in asked if by}  # of a fact: who asks for it
+    table = {}
     for op, (made, asked) in RULE.items():
         needs, gives = facts.table[op]
-        table[op] = (
-            tuple((need, travel(by)) for need, (_, by) in zip(needs, asked, strict=True) if by),
-            tuple(offset for offset, kind in zip(gives, made, strict=True) if kind in waited_for),
+        outward = [by for kind, by in users if kind in made]
+        travel = [tuple(map(add, over(by, links), over(by, send))) for _, by in asked]
+        table[op] = _Op(
+            tuple((need, times_) for need, times_, (_, by) in zip(needs, travel, asked, strict=True) if by),
+            tuple(offset for offset, kind in zip(gives, made, strict=True) if kind in {kind for kind, _ in users}),
             times[op],
+            total(over(by, receive) for _, by in asked if by),
+            total(over(by, send) for by in outward),
         )
     return table
