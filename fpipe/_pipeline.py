@@ -169,8 +169,7 @@ class Pipeline:
             return self.place(params)
         out: list[Any] = [None] * self.stages
         for stage in self.here:
-            trained = [not tree.matches(f"{stage}.{name}", self.frozen) for name in tree.names(params[stage])]
-            out[stage] = self.shares.cut(stage, params[stage], trained)
+            out[stage] = self.shares.cut(stage, params[stage], self.frozen)
         return self.place(out)
 
     def unshard(self, parts: Sequence[Any]) -> list[Any]:
@@ -235,7 +234,7 @@ def pipeline(
     outputs: Outputs = "zeros", accumulate: torch.dtype | None = None, engine: Engine = "trace",
     compile: str | None = None, overlap: Any = "weave",
     dp: Group | None = None, zero: int = 0, reduce_dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 25,
-    unsharded: int = 2,
+    unsharded: int = 2, own: Sequence[str] = (),
 ) -> Pipeline:  # fmt: skip
     """Make a function of (params, x, *targets) out of stages, a schedule and a loss.
 
@@ -249,6 +248,7 @@ def pipeline(
     ``bucket_bytes``, in ``reduce_dtype``. With ``zero=`` 1, 2 or 3 the pipeline takes parts and gives gradients of
     parts: ``shards = pipe.shard(params)``, and optimizer, update and the next call all work on those. 1 adds up whole
     gradients and keeps a part, 2 keeps no whole one, 3 holds at most ``unsharded`` stages' parameters whole at once.
+    ``own`` names leaves of which each copy has its own, as experts are that exchange their rows inside the stages.
 
     >>> def layer(p, x): return torch.tanh(x @ p)
     >>> def loss(y, t): return (y - t).square().mean()
@@ -267,15 +267,15 @@ def pipeline(
     return Pipeline(
         stages, schedule, loss=loss, microbatches=microbatches, group=group or init(), reduction=reduction,
         seed=seed, frozen=frozen, tied=tied, outputs=outputs, accumulate=accumulate, engine=engine, compile=compile,
-        overlap=overlap, copies=_copies(dp, zero, reduce_dtype, bucket_bytes, unsharded, reduction == "mean"),
+        overlap=overlap, copies=_copies(dp, zero, reduce_dtype, bucket_bytes, unsharded, reduction == "mean", own),
     )  # fmt: skip
 
 
-def _copies(dp: Group | None, zero: int, dtype: torch.dtype | None, bucket: int, unsharded: int, mean: bool
-            ) -> Copies | None:  # fmt: skip
+def _copies(dp: Group | None, zero: int, dtype: torch.dtype | None, bucket: int, unsharded: int, mean: bool,
+            own: Sequence[str]) -> Copies | None:  # fmt: skip
     if dp is None and zero:
         raise StageError(f"zero={zero} needs copies to share with; pass dp=, which fpipe.init(dp=...) has as .dp")
-    return None if dp is None else Copies(dp, zero, dtype, bucket, unsharded, mean)
+    return None if dp is None else Copies(dp, zero, dtype, bucket, unsharded, mean, tuple(own))
 
 
 def _settled(stage: Stage, engine: Engine, compile: str | None) -> Stage:

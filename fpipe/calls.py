@@ -116,7 +116,7 @@ class Call:
         states: list[Group1 | None] = [None] * pipe.stages
         for stage, (leaves, spec) in self.leaves.items():
             if pipe.shares is not None:
-                leaves, layouts[stage] = pipe.shares.seen(stage, leaves, self._trained(stage, len(leaves)))
+                leaves, layouts[stage] = pipe.shares.seen(stage, self.params[stage], leaves, pipe.frozen)
             params[stage] = Group1.flat(spec, leaves, self._differentiated(stage, len(leaves)))
         for stage, (leaves, spec) in self.state_leaves.items():
             states[stage] = Group1.flat(spec, leaves)
@@ -139,9 +139,6 @@ class Call:
     def _differentiated(self, stage: int, count: int) -> list[bool]:
         if self.mode == "forward" or 0 not in self.wanted:
             return [False] * count
-        return self._trained(stage, count)
-
-    def _trained(self, stage: int, count: int) -> list[bool]:
         if not self.pipe.frozen:
             return [True] * count
         return [not matches(f"{stage}.{name}", self.pipe.frozen) for name in tree.names(self.params[stage])]

@@ -211,6 +211,7 @@ class Collected:
     def param_grads(self, params: Any) -> Any:
         """One pytree per stage that lives here: a tensor for every leaf that is differentiated, else None."""
         out: list[Any] = [None] * self.stages
+        copies = self.pipe.copies
         for stage in self.pipe.here:
             group = self.request.params[stage]
             assert group is not None
@@ -218,11 +219,13 @@ class Collected:
             results = self.resolved.bound[rank].plan.results
             leaves = []
             for index, (leaf, value) in enumerate(zip(group.leaves, self.values.params[stage], strict=True)):
-                key = grad_key(stage, index) if self.pipe.copies is None else reduced_key(stage, index)
+                key = reduced_key(stage, index) if reduced_key(stage, index) in results else grad_key(stage, index)
                 if not isinstance(leaf, Aval) or not leaf.grad:
                     leaves.append(None)
                 elif key in results:
-                    leaves.append(self.regs[rank][results[key]])
+                    found = self.regs[rank][results[key]]
+                    apart = copies is not None and key == grad_key(stage, index)
+                    leaves.append(copies.divided(found) if copies is not None and apart else found)
                 else:
                     leaves.append(torch.zeros_like(value, dtype=self.pipe.accumulate or value.dtype))
             out[stage] = tree.unflatten(group.spec, leaves)
@@ -245,7 +248,7 @@ class Collected:
                 key = kinds.wires.cotangent(-1, index, mb)
                 value = self.values.x[mb][index]
                 found = torch.zeros_like(value) if key is None else self._get(rank, key)
-                leaves.append(found if copies is None or not copies.mean else found / copies.group.size)
+                leaves.append(found if copies is None else copies.divided(found))
             out.append(tree.unflatten(x.spec, leaves))
         return out
 

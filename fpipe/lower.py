@@ -284,7 +284,7 @@ class Lowering:
     def _wanted(self) -> Iterator[Key]:
         """Keys that must stand at the end."""
         job, top = self.job, self.job.stages - 1
-        yield from self.added if job.copies is None else self.zero.reduced
+        yield from self.added - self.zero.given | self.zero.reduced
         for keys in self.state.values():
             yield from keys
         for mb in range(job.schedule.microbatches):

@@ -32,6 +32,7 @@ class Copies:
     bucket: int = 1 << 25  # bytes, at most, but for a leaf that is larger
     unsharded: int = 2  # stages held whole at once, with zero=3
     mean: bool = True
+    own: tuple[str, ...] = ()  # names of leaves that are not copies: each copy has its own, as of experts
 
     def __post_init__(self) -> None:
         if self.zero not in (0, 1, 2, 3):
@@ -57,7 +58,7 @@ class Copies:
         """What every process must say alike."""
         return (
             f"{self.group.size} of them, zero={self.zero}, reduced in {self.dtype or 'the dtype of gradients'}, "
-            f"bucket_bytes={self.bucket}, unsharded={self.unsharded}, {'mean' if self.mean else 'sum'}"
+            f"bucket_bytes={self.bucket}, unsharded={self.unsharded}, {'mean' if self.mean else 'sum'}, own={self.own}"
         )
 
     @property
@@ -75,8 +76,12 @@ class Copies:
         """What copies' losses are together: their mean, or their sum where each has been weighed already."""
         return self.group.all_reduce(value, "mean" if self.mean else "sum")
 
-    def layout(self, leaves: Sequence[Any], trained: Sequence[bool]) -> Layout:
-        """The layout of a stage's leaves."""
+    def divided(self, value: Tensor) -> Tensor:
+        """A gradient that no other copy has a part in, as one of the mean of the copies' losses."""
+        return value / self.group.size if self.mean else value
+
+    def layout(self, leaves: Sequence[Any], trained: Sequence[bool | None]) -> Layout:
+        """The layout of a stage's leaves; ``None`` for one that is not shared."""
         return Layout.of(leaves, trained, self.part, self.group.size, self.bucket)
 
 
@@ -114,19 +119,20 @@ class Layout:
 
     @classmethod
     def of(
-        cls, leaves: Sequence[Any], trained: Sequence[bool], part: int, parts: int, limit: int = 1 << 25
+        cls, leaves: Sequence[Any], trained: Sequence[bool | None], part: int, parts: int, limit: int = 1 << 25
     ) -> Layout:  # fmt: skip
         """Floating leaves into buckets of one dtype, in their order; those that are trained apart from the others."""
         open_: dict[tuple[torch.dtype, bool], list[list[int]]] = {}
+        shared = [tree.is_floating(leaf) and flag is not None for leaf, flag in zip(leaves, trained, strict=True)]
         for index, leaf in enumerate(leaves):
-            if tree.is_floating(leaf):
+            if shared[index]:
                 rows = open_.setdefault((leaf.dtype, bool(trained[index])), [[]])
                 held = sum(leaves[i].numel() for i in rows[-1]) * leaf.dtype.itemsize
                 if rows[-1] and held + leaf.numel() * leaf.dtype.itemsize > limit:
                     rows.append([])
                 rows[-1].append(index)
         made = [_bucket(dtype, flag, row, leaves, parts) for (dtype, flag), rows in open_.items() for row in rows]
-        shapes = tuple(tuple(leaf.shape) if tree.is_floating(leaf) else None for leaf in leaves)
+        shapes = tuple(tuple(leaf.shape) if known else None for leaf, known in zip(leaves, shared, strict=True))
         return cls(shapes, tuple(made), part, parts)
 
     # ---- this process's part ------------------------------------------------------------------------------------
@@ -259,18 +265,24 @@ class Shares:
         self.copies = copies
         self.layouts: dict[int, tuple[tree.Spec, Layout]] = {}
 
-    def cut(self, stage: int, value: Any, trained: Sequence[bool] | None = None) -> Any:
-        """This process's part of one stage's whole tree; parameters (``trained`` given) also say the layout."""
-        if trained is not None:
-            leaves, spec = tree.flatten(value)
-            self.layouts[stage] = spec, self.copies.layout(leaves, trained)
-        spec, layout = self._known(stage)
-        return tree.unflatten(spec, layout.cut(spec.flatten_up_to(value)))
+    def flags(self, stage: int, value: Any, frozen: Sequence[str]) -> list[bool | None]:
+        """Whether each leaf is trained; ``None``: it is not shared."""
+        if not frozen and not self.copies.own:
+            return [True] * len(tree.leaves(value))
+        names = [f"{stage}.{name}" for name in tree.names(value)]
+        return [None if tree.matches(n, self.copies.own) else not tree.matches(n, frozen) for n in names]
+
+    def cut(self, stage: int, value: Any, frozen: Sequence[str]) -> Any:
+        """This process's part of one stage's whole tree, whose layout is known from then on."""
+        leaves, spec = tree.flatten(value)
+        layout = self.copies.layout(leaves, self.flags(stage, value, frozen))
+        self.layouts[stage] = spec, layout
+        return tree.unflatten(spec, layout.cut(leaves))
 
     def join(self, stage: int, value: Any) -> Any:
         """One stage's whole tree from everybody's parts; every copy must call this in one order."""
         spec, layout = self._known(stage)
-        leaves = spec.flatten_up_to(value)
+        leaves: list[Any] = list(spec.flatten_up_to(value))
         self.check(stage, leaves)
         for bucket in layout.buckets:
             pieces = [leaves[index] for index in bucket.leaves]
@@ -302,10 +314,12 @@ class Shares:
                 )
         return layout
 
-    def seen(self, stage: int, leaves: Sequence[Any], trained: Sequence[bool]) -> tuple[list[Any], Layout]:
+    def seen(
+        self, stage: int, value: Any, leaves: Sequence[Any], frozen: Sequence[str]
+    ) -> tuple[list[Any], Layout]:  # fmt: skip
         """The leaves of a call as the stage will see them, those that come in parts without data; and their layout."""
         if not self.copies.cut:
-            return list(leaves), self.copies.layout(leaves, trained)
+            return list(leaves), self.copies.layout(leaves, self.flags(stage, value, frozen))
         layout = self.check(stage, leaves)
         return self._whole(layout, leaves), layout
 

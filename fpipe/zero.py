@@ -24,6 +24,7 @@ class Zero:
         self.row = job.schedule[rank]
         self.copies = job.copies
         self.cut = job.copies is not None and job.copies.cut
+        self.given: set[Key] = set()  # gradients that are reduced, and what they become
         self.reduced: set[Key] = set()
         self._shared = _shared(job)
         self._asked: list[Step] = []
@@ -158,6 +159,8 @@ class Zero:
         for step in self._asked:
             self.out.append(step)
             self.reduced.update(key for key in step.writes if key is not None)
+            if step.share is not None:
+                self.given.update(grad_key(step.share.stage, leaf) for leaf in step.share.leaves)
 
 
 def _shared(job: Job) -> set[int]:

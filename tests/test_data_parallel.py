@@ -1,7 +1,7 @@
 """Copies of a pipeline: reduced gradients, ZeRO on parts, and what a plan says about it, against one pipeline alone.
 
-Most of it runs on two fake processes, each with a local pipeline of two ranks; one job of four gloo processes runs every
-schedule at every level.
+Most of it runs on two fake processes, each with a local pipeline of two ranks; one job of four gloo processes runs
+every schedule at every level.
 """
 
 from __future__ import annotations
@@ -238,6 +238,23 @@ def test_buckets_and_frozen_leaves(zero: int):
     assert all(grad["w1"] is None for grad in grads)
 
 
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_leaves_that_each_copy_has_for_itself(zero: int):
+    """Their gradients meet no other copy's; they are those of the mean of the copies' losses."""
+
+    def run(dp: Any) -> Any:
+        return step(pipe_of("1F1B", dp, zero=zero, own=["*.b"]), dp)
+
+    told = on_copies(run)
+    both = [step(fpipe.pipeline([block] * 2, "1F1B", loss=squared, microbatches=MICROBATCHES, group=fpipe.local(2)), g)
+            for g in on_copies(lambda dp: dp)]  # fmt: skip
+    for (_, mine), (_, alone) in zip(told, both, strict=True):
+        for stage in range(2):
+            assert torch.equal(mine[stage]["b"], alone[stage]["b"] / 2)
+            assert same(mine[stage]["w1"], told[0][1][stage]["w1"])
+    assert not same(told[0][1][0]["b"], told[1][1][0]["b"])
+
+
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_forward_alone_and_pullbacks(zero: int):
     def run(dp: Any) -> Any:
@@ -347,7 +364,12 @@ class Asleep(LocalGroup):
 @pytest.fixture
 def few_objects() -> Iterator[Callable[[], None]]:
     """Call it, and the garbage collector shows only what is made from then on: to ask for that is quick."""
-    yield lambda: (gc.collect(), gc.freeze()) and None
+
+    def begin() -> None:
+        gc.collect()
+        gc.freeze()
+
+    yield begin
     gc.unfreeze()
 
 
@@ -452,5 +474,5 @@ def test_copies_that_differ_are_told():
     def run(dp: Any) -> None:
         step(pipe_of("1F1B", dp, zero=2 * dp.here[0]), dp)
 
-    with pytest.raises(fpipe.MismatchError, match="disagree about copies.*zero=0.*zero=2"):
+    with pytest.raises(fpipe.MismatchError, match=r"disagree about copies.*zero=0.*zero=2"):
         on_copies(run)
