@@ -16,11 +16,11 @@ import torch
 
 from . import tree
 from .agreeing import agree
-from .calls import Call, functional
+from .calls import RESERVED, Call, functional
 from .collectives.group import Group
 from .collectives.setup import init
 from .errors import StageError
-from .feed import Feeder
+from .feed import Feeder, Weighted, weighted
 from .generators import make_schedule
 from .losses import loss_sides
 from .microbatch import Microbatches
@@ -33,22 +33,6 @@ from .weaving import Overlap
 
 Outputs = Literal["zeros", "everywhere", "last"]
 Reduction = Any  # "mean", "sum" or a Weighted
-
-
-class Weighted:
-    """A reduction that weighs each microbatch's loss; see ``weighted``."""
-
-    def __init__(self, fn: Callable[..., Any]):
-        self.fn = fn
-
-
-def weighted(fn: Callable[..., Any]) -> Weighted:
-    """Weigh each microbatch's mean loss by ``fn(*targets)`` over the sum of all, known before the first backward.
-
-    >>> weighted(lambda target: (target >= 0).sum()).fn(torch.tensor([1, -1]))
-    tensor(1)
-    """
-    return Weighted(fn)
 
 
 class Pipeline:
@@ -75,9 +59,10 @@ class Pipeline:
             self.microbatches = microbatches = schedule.microbatches
         self._phases: dict[int, Schedule] = {}
         self.cache: dict[Any, Resolved] = {}
-        self._feeders: dict[int, tuple[Resolved, dict[int, Feeder]]] = {}
         self.debugging = False
         self.placement = self.schedule(microbatches or max(2 * group.size, 1)).placement
+        for name in {name for names in self.sides for name in names} & RESERVED:
+            raise StageError(f"{name!r} cannot be a side input, since a call has an argument of that name; rename it")
         self.here = tuple(s for s in range(self.stages) if any(r in group.here for r in self.placement.ranks_of(s)))
 
     # ---- questions ----------------------------------------------------------------------------------------------
@@ -100,11 +85,8 @@ class Pipeline:
 
     def feeders(self, resolved: Resolved) -> dict[int, Feeder]:
         """Where fed values come from, by rank."""
-        found = self._feeders.get(id(resolved))
-        if found is None:
-            made = {r: Feeder(b.plan, resolved, self.group.device(r)) for r, b in resolved.bound.items()}
-            found = self._feeders[id(resolved)] = (resolved, made)
-        return found[1]
+        bound = resolved.bound.items()
+        return resolved.memo("feeders", lambda: {r: Feeder(b.plan, resolved, self.group.device(r)) for r, b in bound})
 
     @property
     def output_rank(self) -> int:
@@ -191,11 +173,20 @@ class Pipeline:
                 f"params must be a list with one pytree for each of the {self.stages} stages, in stage order; got {got}"
             )
 
-    def __call__(self, params: Any, x: Any, *targets: Any, seed: int | None = None, **side: Any) -> Any:
-        """Forward only: the loss, or without one the outputs. No graph, nothing saved."""
-        if functional(params):
-            return Call(self, params, x, targets, side, mode="forward").plainly()
-        return Call(self, params, x, targets, side, mode="forward", seed=seed).forward()
+    def __call__(
+        self, params: Any, x: Any, *targets: Any, seed: int | None = None, has_aux: bool = False,
+        each: Callable[[int, Any], Any] | None = None, **side: Any,
+    ) -> Any:  # fmt: skip
+        """Forward only: the loss, or without one the outputs. No graph, nothing saved.
+
+        ``each(number, output)`` is called with a microbatch's output as soon as that is there, on the rank that holds
+        the last stage. What it returns comes back in place of the outputs, as a list in microbatch order (``None``
+        on other ranks, unless ``outputs="everywhere"``), and the outputs are let go of.
+        """
+        if functional((params, x, targets, side)):
+            return Call(self, params, x, targets, side, mode="forward", has_aux=has_aux, each=each).plainly()
+        made = Call(self, params, x, targets, side, mode="forward", seed=seed, has_aux=has_aux, each=each)
+        return made.forward()
 
     def plan(self, params: Any, x: Any, *targets: Any, **side: Any) -> Plans:
         """What each rank here will run for these arguments, and its peak memory; print it."""
@@ -341,7 +332,9 @@ def value_and_grad(pipe: Pipeline, argnums: int | tuple[int, ...] = 0, *, has_au
     """A function that runs the schedule and returns ``(loss, grads)``.
 
     ``argnums=(0, 1)`` returns the gradient of the input too; ``has_aux=True`` makes the value ``(loss, [aux, ...])``;
-    a pipeline whose stages carry state, given as ``state=[...]``, adds the new state to the value.
+    a pipeline whose stages carry state, given as ``state=[...]``, adds the new state to the value. The function takes
+    ``loss_scale=``: gradients, not the value, come multiplied by it, for an optimizer that divides them in a wider
+    dtype, as ``fpipe.dynamic_loss_scale`` does.
     """
     if not isinstance(pipe, Pipeline):
         raise StageError(f"value_and_grad takes what fpipe.pipeline returns, not {type(pipe).__name__}")
@@ -351,8 +344,9 @@ def value_and_grad(pipe: Pipeline, argnums: int | tuple[int, ...] = 0, *, has_au
     if not wanted or any(n not in (0, 1) for n in wanted):
         raise StageError(f"argnums={argnums!r}; 0 is the parameters and 1 the input, nothing else is differentiated")
 
-    def call(params: Any, x: Any, *targets: Any, seed: int | None = None, **side: Any) -> Any:
-        made = Call(pipe, params, x, targets, side, mode="grad", seed=seed, wanted=wanted, has_aux=has_aux)
+    def call(params: Any, x: Any, *targets: Any, seed: int | None = None, loss_scale: Any = None, **side: Any) -> Any:
+        made = Call(pipe, params, x, targets, side, mode="grad", seed=seed, wanted=wanted, has_aux=has_aux,
+                    loss_scale=loss_scale)  # fmt: skip
         value, grads = made.value_and_grad()
         return value, grads[0] if isinstance(argnums, int) else grads
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import tree
 from ._fake import wrapped
-from .collect import Collected, collect
+from .collect import Collected, collect, output_tree
 from .debugging import check, check_leaks, debugging
 from .errors import BatchError, StageError
 from .feed import Feeder, Values, weights
@@ -28,10 +30,15 @@ from .tree import matches
 if TYPE_CHECKING:
     from ._pipeline import Pipeline
 
+#: Names that a call keeps for itself.
+RESERVED = frozenset({"seed", "each", "has_aux", "loss_scale"})
+#: How many signatures a pipeline keeps plans of; those of the least recent calls go.
+KEPT = 128
 
-def functional(params: Any) -> bool:
-    """Whether a torch.func transform is at work on the parameters."""
-    return any(isinstance(leaf, torch.Tensor) and wrapped(leaf) for leaf in tree.leaves(params))
+
+def functional(arguments: Any) -> bool:
+    """Whether a torch.func transform is at work on what a call is given."""
+    return any(isinstance(leaf, torch.Tensor) and wrapped(leaf) for leaf in tree.leaves(arguments))
 
 
 class Call:
@@ -40,9 +47,13 @@ class Call:
     def __init__(
         self, pipe: Pipeline, params: Any, x: Any, targets: Sequence[Any], side: dict[str, Any], *, mode: str,
         seed: int | None = None, wanted: tuple[int, ...] = (0,), has_aux: bool = False,
+        each: Callable[[int, Any], Any] | None = None, loss_scale: float | torch.Tensor | None = None,
     ):  # fmt: skip
         pipe.check_params(params)
         self.pipe, self.params, self.mode, self.wanted, self.has_aux = pipe, params, mode, wanted, has_aux
+        self.each, self.loss_scale = each, loss_scale
+        self.told: dict[int, Any] = {}  # what ``each`` returned, by microbatch
+        self._check_options()
         self.seed = pipe.seed if seed is None else seed
         side = dict(side)
         stateful = any(stage.state for stage in pipe.functions)
@@ -63,6 +74,22 @@ class Call:
         self.leaves = {s: tree.flatten(params[s]) for s in pipe.here}
         self.state_leaves = {} if self.state is None else {s: tree.flatten(self.state[s]) for s in pipe.here}
 
+    def _check_options(self) -> None:
+        each, scale = self.each, self.loss_scale
+        if self.has_aux and self.pipe.loss is None:
+            raise BatchError("has_aux=True, but the pipeline has no loss to return it; say pipeline(..., loss=)")
+        if each is not None and self.pipe.loss is not None:
+            raise BatchError(
+                "each= gets the outputs of a pipeline without a loss; leave loss= out, or let the loss return what you "
+                "want beside the scalar and say has_aux=True"
+            )
+        if each is not None and not callable(each):
+            raise BatchError(f"each={each!r}; give a function of (the microbatch's number, its output)")
+        if scale is None or (isinstance(scale, torch.Tensor) and scale.shape == ()):
+            return
+        if isinstance(scale, (torch.Tensor, bool)) or not 0 < scale < float("inf"):
+            raise BatchError(f"loss_scale={scale!r}; give one number above 0, or a tensor without axes")
+
     def _check_targets(self, targets: Sequence[Any]) -> None:
         if self.pipe.loss is None and targets:
             raise BatchError(
@@ -70,7 +97,7 @@ class Call:
             )
 
     def _check_sides(self, side: dict[str, Any]) -> None:
-        known = {name for names in self.pipe.sides for name in names}
+        known = {name for names in (*self.pipe.sides, getattr(self.pipe.reduction, "sides", ())) for name in names}
         for name in side:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
@@ -89,7 +116,7 @@ class Call:
         """The plans for this call, made at its first of this signature."""
         debug = self.pipe.debugging or debugging()
         key = (
-            self.mode, self.wanted, self.has_aux, self.number, debug, ambient(),
+            self.mode, self.wanted, self.has_aux, self.each is None, self.number, debug, ambient(),
             tuple((spec, *map(tree.aval, leaves)) for leaves, spec in self.leaves.values()),
             tuple((spec, *map(tree.aval, leaves)) for leaves, spec in self.state_leaves.values()),
             self.x.signature(), tuple(t.signature() for t in self.targets),
@@ -106,6 +133,10 @@ class Call:
             self.pipe.meet()
             recipe = self.pipe.recipe(self.has_aux, check if debug else None)
             found = self.pipe.cache[key] = resolve(recipe, self.request())
+            if len(self.pipe.cache) > KEPT:
+                del self.pipe.cache[next(iter(self.pipe.cache))]
+        elif len(self.pipe.cache) > KEPT // 2:  # the one used last stands last
+            self.pipe.cache[key] = self.pipe.cache.pop(key)
         return found
 
     def request(self) -> Request:
@@ -128,7 +159,7 @@ class Call:
         return Request(
             schedule.only("F") if not training else pipe.phased(self.number) if self.mode == "vjp" else schedule,
             tuple(params), tuple(states), tuple(kinds), tuple(kind_of * (self.number if uniform else 1)),
-            self.mode, dx, layouts,
+            self.mode, dx, layouts, self.each is not None,
         )  # fmt: skip
 
     def _kind(self, m: int, dx: bool) -> tuple[Group1, tuple[Group1, ...], tuple[Group1, ...]]:
@@ -147,7 +178,8 @@ class Call:
     def _weights(self) -> Any:
         if self.pipe.loss is None:
             return None
-        return weights(self.pipe.reduction, self.targets, self.number, self.pipe.copies)
+        made = weights(self.pipe.reduction, self.targets, self.number, self.pipe.copies, self.sides)
+        return made if self.loss_scale is None else replace(made, scaled=self.loss_scale)
 
     def _values(self) -> Values:
         sides = {
@@ -196,15 +228,35 @@ class Call:
         resolved = self.resolved()
         regs: dict[int, Any] = {}
         values = self._values()
-        self._run(resolved, lambda feeder, r: feeder.fill(r, values), regs)
+
+        def feed(feeder: Feeder, r: Any) -> None:
+            feeder.fill(r, values)
+            if self.each is not None:
+                r[-2]["each"] = partial(self._tell, resolved)
+
+        self._run(resolved, feed, regs)
         return collect(self.pipe, resolved, regs, values)
+
+    def _tell(self, resolved: Resolved, mb: int, tensors: list[Any]) -> None:
+        """Hand a microbatch's output to the caller's function; nothing here keeps it."""
+        assert self.each is not None
+        y = output_tree(resolved, mb, tensors)
+        tensors.clear()
+        self.told[mb] = self.each(mb, y)
+
+    def _all_told(self) -> list[Any] | None:
+        """What ``each`` returned, in microbatch order, where it was called; with outputs="everywhere", anywhere."""
+        if self.pipe.outputs == "everywhere" and len(self.pipe.group.here) < self.pipe.group.size:
+            for part in self.pipe.gather(self.told):
+                self.told |= part
+        return [self.told.get(mb) for mb in range(self.number)] if self.told else None
 
     def forward(self) -> Any:
         """Loss or outputs, forward alone."""
         made = self._all()
         if self.pipe.loss is not None:
             return self._value(made)
-        y = self._joined(made.outputs())
+        y = self._joined(made.outputs()) if self.each is None else self._all_told()
         return (y, made.states()) if self.state is not None else y
 
     def _value(self, made: Collected) -> Any:
@@ -284,7 +336,7 @@ class Call:
         functions, loss = self.pipe.functions, self.pipe.loss
         if any(stage.state for stage in functions):
             raise StageError("torch.func transforms of a pipeline with state are not defined; use fpipe.value_and_grad")
-        total, outs = None, []
+        total, outs, told = None, [], []
         shares = self._weights()
         for m in range(self.number):
             y, aux = self.x.tree(m), None
@@ -293,13 +345,18 @@ class Call:
                 if stage.aux_loss:
                     y, more = y
                     aux = more if aux is None else aux + more
-            outs.append(y)
+            outs.append(y if self.each is None else self.each(m, y))
             if loss is not None and shares is not None:
                 value = loss(y, *(t.tree(m) for t in self.targets), **self._sides(-1, m))
+                if self.has_aux:
+                    value, more = value
+                    told.append(more)
                 value = value if aux is None else value + aux
                 value = value * shares.scale(m, value)
                 total = value if total is None else total + value
-        return total if loss is not None else self._joined(outs)
+        if loss is not None:
+            return (total, told) if self.has_aux else total
+        return self._joined(outs) if self.each is None else outs
 
 
 def _save_random(resolved: Resolved, seed: int | None, group: Any) -> list[tuple[torch.device, torch.Tensor]]:

@@ -27,6 +27,14 @@ def collect(pipe: Pipeline, resolved: Resolved, regs: Mapping[int, Registers], v
     return Collected(pipe, resolved, regs, values)
 
 
+def output_tree(resolved: Resolved, mb: int, tensors: Sequence[Any]) -> Any:
+    """What the last stage returned for a microbatch, from the tensors in it."""
+    face, made = resolved.faces[resolved.request.kind_of[mb]][-1], iter(tensors)
+    static = dict(face.y_static)
+    leaves = [static.get(j) if aval is None else next(made) for j, aval in enumerate(face.y_avals)]
+    return tree.unflatten(face.y_spec, leaves)
+
+
 class Collected:
     """The results of a run, gathered on demand. Every process must ask for the same ones."""
 
@@ -202,10 +210,7 @@ class Collected:
         if made is None:
             device = self.group.device(self.group.here[0])
             made = [torch.zeros(a.shape, dtype=a.dtype, device=device) for a in avals if a is not None]
-        leaves: list[Any] = [dict(face.y_static).get(j) for j in range(len(face.y_avals))]
-        for j, value in zip(tensors, made, strict=True):
-            leaves[j] = value
-        return tree.unflatten(face.y_spec, leaves)
+        return output_tree(self.resolved, mb, made)
 
     # ---- gradients ----------------------------------------------------------------------------------------------
     def param_grads(self, params: Any) -> Any:

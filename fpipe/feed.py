@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,14 +15,34 @@ from .plan import Plan
 from .resolve import Resolved
 from .run import Registers
 from .sharding import Copies
+from .stage import keyword_only
+
+
+class Weighted:
+    """A reduction that weighs each microbatch's loss; see ``weighted``."""
+
+    def __init__(self, fn: Callable[..., Any]):
+        self.fn, self.sides = fn, keyword_only(fn)
+
+
+def weighted(fn: Callable[..., Any]) -> Weighted:
+    """Weigh each microbatch's mean loss by ``fn(*targets)`` over the sum of all, known before the first backward.
+
+    With copies of the pipeline (``dp=``) the sum is that of all copies. Keyword-only arguments are side inputs.
+
+    >>> weighted(lambda target: (target >= 0).sum()).fn(torch.tensor([1, -1]))
+    tensor(1)
+    """
+    return Weighted(fn)
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The weight of each microbatch's loss: one number for all, or a tensor each."""
+    """The weight of each microbatch's loss: one number for all, or a tensor each; gradients are ``scaled`` besides."""
 
     number: float | None
     each: Sequence[torch.Tensor] = ()
+    scaled: float | torch.Tensor | None = None
 
     def scale(self, mb: int, like: torch.Tensor) -> Any:
         """What to multiply a microbatch's loss with."""
@@ -30,9 +50,9 @@ class Weights:
 
     def seed(self, mb: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The cotangent of a microbatch's loss."""
-        if self.number is not None:
-            return _constant(self.number, dtype, device)
-        return self.each[mb].to(dtype=dtype, device=device)
+        weight = self.number if self.number is not None else self.each[mb]
+        weight = weight if self.scaled is None else weight * self.scaled
+        return weight.to(device, dtype) if isinstance(weight, torch.Tensor) else _constant(weight, dtype, device)
 
 
 @lru_cache(maxsize=256)
@@ -40,7 +60,10 @@ def _constant(number: float, dtype: torch.dtype, device: torch.device) -> torch.
     return torch.tensor(number, dtype=dtype, device=device)
 
 
-def weights(reduction: Any, targets: Sequence[Parts], number: int, copies: Copies | None = None) -> Weights:
+def weights(
+    reduction: Any, targets: Sequence[Parts], number: int, copies: Copies | None = None,
+    sides: Mapping[str, Parts] | None = None,
+) -> Weights:  # fmt: skip
     """Weights by a reduction: known before the first backward, so the cut of the batch does not matter.
 
     Where there are copies of the pipeline, a mean over them follows by itself; the weights of all count in the total.
@@ -49,7 +72,11 @@ def weights(reduction: Any, targets: Sequence[Parts], number: int, copies: Copie
         return Weights(1.0 / number)
     if reduction == "sum":
         return Weights(1.0)
-    counts = [torch.as_tensor(reduction.fn(*(t.tree(m) for t in targets))) for m in range(number)]
+    named = {name: part for name, part in (sides or {}).items() if name in reduction.sides}
+    counts = [
+        torch.as_tensor(reduction.fn(*(t.tree(m) for t in targets), **{n: part.tree(m) for n, part in named.items()}))
+        for m in range(number)
+    ]
     for m, value in enumerate(counts):
         if value.numel() != 1:
             raise BatchError(

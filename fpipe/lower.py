@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
+
 from .actions import Action, Fused, plain
 from .fused import Fusing
 from .plan import Job, Kinds, Plan, Step, grad_key
@@ -145,9 +147,11 @@ class Lowering:
             if own.new_state:
                 self.state[stage] = [self.key(own, stage, mb, n) for n in own.new_state]
             if stage == self.job.stages - 1 and kinds.loss is None:
-                for j, made in enumerate(kinds.wires.faces[-1].ys):
-                    if made is not None:
-                        self.traffic.fetch(kinds.wires.forward(stage, j, mb))
+                outputs = self._outputs(kinds, mb)
+                for found in outputs:
+                    self.traffic.fetch(found)
+                if self.job.each:
+                    self.out.append(Step("EACH", action, outputs))
         elif op != "W" and stage == 0 and self.job.wants_dx:
             for found in self._input_gradients(own, kinds, mb):
                 self.traffic.fetch(found)
@@ -155,6 +159,10 @@ class Lowering:
             self._add(action, own, op)
 
     def _input_gradients(self, own: Programs, kinds: Kinds, mb: int) -> list[Key]:
+    def _outputs(self, kinds: Kinds, mb: int) -> tuple[Key, ...]:
+        made = enumerate(kinds.wires.faces[-1].ys)
+        return tuple([kinds.wires.forward(self.job.stages - 1, j, mb) for j, y in made if y is not None])
+
         found = (kinds.wires.cotangent(-1, i, mb) for i in range(own.counts[1]))
         return [key for key in found if key is not None]
 
@@ -292,9 +300,8 @@ class Lowering:
             if path[top] == self.rank:
                 if kinds.loss is not None:
                     yield from (self.key(kinds.loss, top + 1, mb, n) for n in kinds.loss.ys if n is not None)
-                else:
-                    faces = kinds.wires.faces
-                    yield from (kinds.wires.forward(top, j, mb) for j, y in enumerate(faces[-1].ys) if y is not None)
+                elif not job.each:
+                    yield from self._outputs(kinds, mb)
             if path[0] == self.rank and job.wants_dx:
                 yield from self._input_gradients(kinds.programs[0], kinds, mb)
             for stage, own in kinds.programs.items():

@@ -23,7 +23,7 @@ from .stage import Aval, Programs
 from .weaving import Overlap, Weave
 
 Kind: TypeAlias = Literal["F", "B", "I", "W", "RECV", "WAIT", "SEND", "ADD", "ZERO", "SUM", "SETTLE",
-                          "REDUCE", "UNSHARD", "RESHARD"]  # fmt: skip
+                          "REDUCE", "UNSHARD", "RESHARD", "EACH"]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class Instruction:
     SETTLE    let go of ``number`` sends to rank ``peer``, which what arrived shows to have been received
     REDUCE    begin to add up the gradients ``reads`` of a stage over the copies of the pipeline (``share`` says which)
     UNSHARD   begin to gather a stage's parameters from parts        RESHARD   let go of them
+    EACH      hand a microbatch's outputs ``reads`` to the caller's function
 
     ``frees`` are the slots that are empty afterwards.
     """
@@ -104,6 +105,7 @@ class Job:
     strict: bool = False  # a send blocks until it is asked for, and receives are posted exactly where the plan says
     ahead: int = 2
     overlap: Overlap = field(default_factory=Overlap)
+    each: bool = False  # outputs go to the caller's function as they are made, and are not kept
     copies: Copies | None = None  # of the whole pipeline, on other data
     layouts: Mapping[int, Layout] = field(default_factory=dict)  # by stage, where there are copies
 

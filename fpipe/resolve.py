@@ -76,6 +76,7 @@ class Request:
     mode: str  # "grad", "forward" or "vjp"
     wants_dx: bool
     layouts: Mapping[int, Layout] = field(default_factory=dict)  # by stage, where the pipeline has copies
+    each: bool = False  # outputs go to a function of the caller's
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,8 @@ def resolve(recipe: Recipe, request: Request) -> Resolved:
             request.schedule, made, request.kind_of, training=training, tied=tied, grad_specs=specs,
             wide=recipe.wide, wants_dx=request.wants_dx, phased=request.mode == "vjp",
             wired=len(here) < recipe.group.size,
-            strict=recipe.group.strict, overlap=recipe.overlap, copies=recipe.copies, layouts=request.layouts,
+            strict=recipe.group.strict, each=request.each, overlap=recipe.overlap, copies=recipe.copies,
+            layouts=request.layouts,
         )  # fmt: skip
     for rank, plan in lower_together(jobs).items():
         first = 0 if recipe.copies is None else recipe.copies.part * request.schedule.microbatches
@@ -161,7 +163,8 @@ def _facts(recipe: Recipe, request: Request) -> dict[str, str | None]:
 
     return {
         "versions": f"fpipe {__version__}, torch {torch.__version__}",
-        "call": f"{request.mode}, argnums {'0 and 1' if request.wants_dx else '0'}, has_aux={recipe.has_aux}",
+        "call": f"{request.mode}, argnums {'0 and 1' if request.wants_dx else '0'}, has_aux={recipe.has_aux}"
+        + (", each=" if request.each else ""),
         "microbatches": str(schedule.microbatches),
         "schedule": f"{schedule.name or 'a schedule'} of {schedule.stages} stages ({schedule.digest})",
         "the kinds of microbatches": str(request.kind_of) if len(request.kinds) > 1 else "(one)",

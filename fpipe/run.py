@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -44,6 +45,10 @@ class Options:
     first: int = 0  # the number of the first microbatch among those of all copies
 
 
+#: A profiler: given a bound plan, steps of it and the first one's number, it returns steps that tell when they ran.
+WATCH: ContextVar[Callable[[Bound, Sequence[StepFn], int], Sequence[StepFn]] | None] = ContextVar("WATCH", default=None)
+
+
 def bind(plan: Plan, group: Group, options: Options) -> Bound:
     """Make every instruction callable."""
     steps = tuple(_bind(ins, plan.rank, group, options) for ins in plan.instructions)
@@ -53,7 +58,10 @@ def bind(plan: Plan, group: Group, options: Options) -> Bound:
 def execute(bound: Bound, r: Registers, start: int = 0, stop: int | None = None) -> Generator[Work, None, None]:
     """Run the steps; yields a receive that is not done yet."""
     index = start
-    steps = bound.steps if start == 0 and stop is None else bound.steps[start:stop]
+    steps: Sequence[StepFn] = bound.steps if start == 0 and stop is None else bound.steps[start:stop]
+    watch = WATCH.get()
+    if watch is not None:
+        steps = watch(bound, steps, start)
     try:
         for step in steps:
             pending = step(r)
@@ -118,6 +126,8 @@ def _bind(ins: Instruction, rank: int, group: Group, options: Options) -> StepFn
         return _settle(ins, group)
     if ins.kind == "ADD":
         return _add(ins, options.wide)
+    if ins.kind == "EACH":
+        return _each(ins, rank, group)
     if ins.kind == "ZERO":
         return _zero(ins, group.device(rank))
     assert ins.kind == "SUM", ins.kind
@@ -270,6 +280,21 @@ def _add(ins: Instruction, wide: torch.dtype | None) -> StepFn:
     return step
 
 
+def _each(ins: Instruction, rank: int, group: Group) -> StepFn:
+    reads, frees, action, journal = ins.reads, ins.frees, ins.action, group.journal
+    assert action is not None
+    mb, note = action.microbatch, f"each= after {action}"
+
+    def step(r: Registers) -> None:
+        tensors = [r[i] for i in reads]
+        for i in frees:
+            r[i] = None
+        journal(rank, note)
+        r[-2]["each"](mb, tensors)
+
+    return step
+
+
 def _copy(tensor: torch.Tensor, wide: torch.dtype | None) -> torch.Tensor:
     dtype = wide if wide is not None and tensor.is_floating_point() else tensor.dtype
     return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
@@ -300,7 +325,7 @@ def _sum(ins: Instruction) -> StepFn:
 
 def _explain(error: Exception, ins: Instruction, rank: int) -> ActionError:
     from_tensors = "(" + ", ".join(map(str, ins.specs)) + ")" if ins.specs else ""
-    what = ins.kind if ins.action is None else str(ins.action)
+    what = ins.kind if ins.action is None else f"each= after {ins.action}" if ins.kind == "EACH" else str(ins.action)
     whose = f" ({ins.program.of})" if ins.program is not None and ins.program.of else ""
     kind = "" if isinstance(error, FpipeError) else f" raised {type(error).__name__}{where(error)}"
     return ActionError(f"{what}{whose} on rank {rank}{kind}: {error} {from_tensors}".rstrip())

@@ -94,7 +94,7 @@ def dynamic_loss_scale(
     """Divide gradients by the scale that their loss was multiplied by, skip a step that overflowed, and adapt.
 
     As ``torch.amp.GradScaler``: ``backoff`` after an overflow, ``growth`` after ``interval`` good steps in a row.
-    Multiply the loss by ``state.scale`` yourself, for instance as a side input of the loss function.
+    Pass its scale where the gradients are made: ``value_and_grad(pipe)(params, x, y, loss_scale=state.scale)``.
 
     >>> from fpipe.transforms import chain, sgd
     >>> tx = chain(dynamic_loss_scale(4.0), sgd(1.0))
