@@ -1,5 +1,7 @@
 """Lowering of fused actions: their parts become lines of segments, and a weave says in which order these run.
 
+A plain action that starts collectives is a weave of one line: what nobody waits for runs while it waits.
+
 What crosses from segment to segment stands in slots like anything else, so that frees and bytes are counted as
 everywhere. Receives are waited for before the first segment that reads them, sends go out after the last one that makes
 their values, in the order that the other side expects. Knows steps and keys; no tensors and no backends.
@@ -11,12 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .actions import Action, Fused
+from .actions import Action, AnyAction
 from .errors import WeaveError
 from .plan import Step
 from .program import Program
 from .route import Key
-from .segments import Segment, segments_of, whole
+from .segments import Segment, collectives_of, segments_of, whole
 from .stage import Held, Programs
 from .weaver import weave
 from .weaving import Overlap, Task, Transfer, Weave, by_hand, in_turn
@@ -59,9 +61,20 @@ class Fusing:
         self.low, self.overlap = low, overlap
         self.weaves: dict[str, Weave] = {}
         self._known: dict[Any, Weave] = {}
+        self._starts: dict[int, bool] = {}
 
-    def act(self, action: Fused, position: int) -> bool:
-        """Emit a fused action's steps; False: run its parts one after the other."""
+    def waits(self, action: Action) -> bool:
+        """Whether a plain action starts collectives, beside which its own work can run."""
+        if self.overlap.how != "weave" or self.low.job.phased:
+            return False
+        programs = [program for _, program, _ in self.programs(action)]
+        for program in programs:
+            if id(program) not in self._starts:
+                self._starts[id(program)] = bool(collectives_of(program))
+        return any(self._starts[id(program)] for program in programs)
+
+    def act(self, action: AnyAction, position: int) -> bool:
+        """Emit an action's steps, woven; False: run its parts one after the other."""
         if self.overlap.how == "sequential":
             return False
         pieces = list(self._pieces(action))
@@ -84,7 +97,7 @@ class Fusing:
         return True
 
     # ---- lines --------------------------------------------------------------------------------------------------
-    def _pieces(self, action: Fused) -> Iterator[Piece]:
+    def _pieces(self, action: AnyAction) -> Iterator[Piece]:
         for line, part in enumerate(action.parts):
             for own, program, stage in self.programs(part):
                 if not (program.nodes or program.outputs or own.eager):
@@ -110,7 +123,7 @@ class Fusing:
         else:
             yield own, self.low.with_adds(own, "W", stage), stage
 
-    def _reason(self, action: Fused, position: int, pieces: Sequence[Piece]) -> str:
+    def _reason(self, action: AnyAction, position: int, pieces: Sequence[Piece]) -> str:
         """Why a fused action is not woven; "" where it is."""
         low, refused = self.low, self.overlap.refused.get((self.low.rank, position))
         if refused:
@@ -170,7 +183,7 @@ class Fusing:
         return tasks, sizes
 
     # ---- a function of the user's own ---------------------------------------------------------------------------
-    def _joint(self, action: Fused) -> None:
+    def _joint(self, action: AnyAction) -> None:
         """One step for both stages' programs; the loss's programs stand around it."""
         low, ends = self.low, _Ends(self.low, action, ())
         mains: list[tuple[Action, Programs, Program]] = []
@@ -232,7 +245,7 @@ def _memory(mains: Sequence[tuple[Action, Programs, Program]]) -> Iterator[tuple
 class _Ends:
     """What follows the lines of a fused action: sends as soon as their values are there, and each line's own end."""
 
-    def __init__(self, low: Lowering, action: Fused, pieces: Sequence[Piece]):
+    def __init__(self, low: Lowering, action: AnyAction, pieces: Sequence[Piece]):
         self.low, self.action = low, action
         self.left = [sum(piece.line == line for piece in pieces) for line in range(len(action.parts))]
         self.lines = [piece.line for piece in pieces]

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
+
 from .actions import Action, Fused, plain
 from .fused import Fusing
 from .plan import Job, Kinds, Plan, Step, grad_key
@@ -94,7 +96,7 @@ class Lowering:
         for position, action in enumerate(row):
             if place != backward or not self.job.phased:
                 self.zero.at(position)
-            if isinstance(action, Fused) and self.fusing.act(action, position):
+            if (isinstance(action, Fused) or self.fusing.waits(action)) and self.fusing.act(action, position):
                 place += len(action.parts)
                 continue
             for part in action.parts:
@@ -156,11 +158,11 @@ class Lowering:
         if op in "BW":
             self._add(action, own, op)
 
+    def _input_gradients(self, own: Programs, kinds: Kinds, mb: int) -> list[Key]:
     def _outputs(self, kinds: Kinds, mb: int) -> tuple[Key, ...]:
         made = enumerate(kinds.wires.faces[-1].ys)
         return tuple([kinds.wires.forward(self.job.stages - 1, j, mb) for j, y in made if y is not None])
 
-    def _input_gradients(self, own: Programs, kinds: Kinds, mb: int) -> list[Key]:
         found = (kinds.wires.cotangent(-1, i, mb) for i in range(own.counts[1]))
         return [key for key in found if key is not None]
 

@@ -229,7 +229,7 @@ def test_a_function_that_returns_too_little_is_told(members: Any):
 def test_a_weave_as_data_runs_in_a_pipeline(members: Any):
     pipe = pipe_of(mixing(members), "Overlapped1F1B", 1, 1, fpipe.local(1))
     plan = pipe.plan(parameters(1), torch.ones(24, WIDTH), torch.ones(24, WIDTH))
-    (found,) = {w.entries for w in plan[0].weaves.values() if w.lines[1] == "0B1"}
+    (found,) = {w.entries for w in plan[0].weaves.values() if w.lines[1:] == ("0B1",)}
     letters = [(line.strip("0123456789"), name) for line, name in found]
     again = pipe_of(mixing(members), "Overlapped1F1B", 1, 1, fpipe.local(1), letters)
     told = again.plan(parameters(1), torch.ones(24, WIDTH), torch.ones(24, WIDTH))
@@ -238,6 +238,16 @@ def test_a_weave_as_data_runs_in_a_pipeline(members: Any):
         pipe_of(mixing(members), "Overlapped1F1B", 1, 1, fpipe.local(1), letters[:-1]).plan(
             parameters(1), torch.ones(24, WIDTH), torch.ones(24, WIDTH)
         )
+
+
+def test_a_plain_action_computes_beside_its_own_collectives(members: Any):
+    pipe = pipe_of(mixing(members), "1F1B", 1, 1, fpipe.local(1))
+    plan = pipe.plan(parameters(1), torch.ones(24, WIDTH), torch.ones(24, WIDTH))
+    labels = [i.program.label for i in plan[0].instructions if i.program is not None and str(i.action) == "0B1"]
+    assert labels.index("shared/weights") == labels.index("dispatch") + 1, labels  # not at the end
+    assert not pipe_of(mixing(None), "1F1B", 1, 1, fpipe.local(1)).plan(
+        parameters(1), torch.ones(24, WIDTH), torch.ones(24, WIDTH)
+    )[0].weaves
 
 
 # ---- one order of collectives ---------------------------------------------------------------------------------------
