@@ -27,6 +27,7 @@ _TABLE = {
     "interop.modules": "from_module to_module",
     "microbatch": "Microbatches",
     "padding": "pad",
+    "profiling": "measure_costs profile",
     "generators": "make_schedule register_schedule schedule_names",
     "schedule": "Schedule",
     "simulate": "Costs",
@@ -84,6 +85,8 @@ if TYPE_CHECKING:
     from .interop.modules import to_module as to_module
     from .microbatch import Microbatches as Microbatches
     from .padding import pad as pad
+    from .profiling import measure_costs as measure_costs
+    from .profiling import profile as profile
     from .schedule import Schedule as Schedule
     from .segments import segment as segment
     from .simulate import Costs as Costs

@@ -7,6 +7,7 @@ the ranks that live here, and gathers what stands in the registers at the end.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -82,6 +83,17 @@ class Pipeline:
             rows = tuple((*f, *b) for f, b in zip(first, rest, strict=True))
             found = self._phases[microbatches] = Schedule(rows, base.placement, base.microbatches, base.name)
         return found
+
+    def under(self, schedule: Schedule) -> Pipeline:
+        """The same pipeline by another schedule that has the stages on the same ranks; this one stays as it is."""
+        if repr(schedule.placement) != repr(self.placement):
+            raise StageError(
+                f"the schedule has stages on other ranks ({schedule.placement}) than the pipeline ({self.placement}); "
+                "make a pipeline with it, and place the parameters anew"
+            )
+        other = copy(self)
+        other._schedule, other._schedules, other._phases, other.cache = schedule, {}, {}, {}
+        return other
 
     def feeders(self, resolved: Resolved) -> dict[int, Feeder]:
         """Where fed values come from, by rank."""
