@@ -7,11 +7,15 @@ from when it is posted, and a sent value until it is known to have been received
 from __future__ import annotations
 
 from collections.abc import Sequence
+import operator
 from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from .plan import Step
+import torch
+from torch import fx
+
 from .program import Program
 from .route import Key
 from .stage import Aval, Held, Programs
@@ -136,7 +140,8 @@ class Ledger:
                 if key is not None:
                     self.begin(key, key, made.nbytes if isinstance(made, Aval) else made.bytes)
         elif step.kind == "ADD":
-            for key, value, how in zip(step.writes, step.reads, step.how, strict=True):
+            sums = step.avals or (None,) * len(step.writes)
+            for key, value, how, made in zip(step.writes, step.reads, step.how, sums, strict=True):
                 storage = self.behind.get(value)
                 if key is None or how == "add" or storage is None:
                     continue
@@ -195,6 +200,17 @@ def excess(own: Programs, program: Program, dropped: dict[str, int]) -> int:
     names = frozenset(dropped)
     if names not in memo:
         memo[names] = _excess(own, program, dropped)
+def _items(node: fx.Node, made: set[str]) -> tuple[list[str], int]:
+    """The values that an operation of several results makes at once, and the bytes of those that nobody asks for."""
+    results = node.meta.get("val")
+    if not isinstance(results, (tuple, list)):
+        return [], 0
+    users = [user for user in node.users if user.target is operator.getitem and user.name in made]
+    asked = {user.args[1]: user.name for user in users}
+    idle = [r for i, r in enumerate(results) if isinstance(r, torch.Tensor) and i not in asked]
+    return list(asked.values()), sum(r.untyped_storage().nbytes() for r in idle)
+
+
     return memo[names]
 
 
@@ -212,10 +228,15 @@ def _excess(own: Programs, program: Program, dropped: dict[str, int]) -> int:
         freed[last.get(base, -1)] = freed.get(last.get(base, -1), 0) + size
     now, peak, seen = -freed.get(-1, 0), 0, set()
     for index, node in enumerate(program.nodes):
-        held: Held | None = own.memory.get(node.name)
-        if held is not None and held.root in made and held.root not in seen:
-            seen.add(held.root)
-            now += held.nbytes
+        items, idle = _items(node, made)
+        for name in (node.name, *items):
+            held: Held | None = own.memory.get(name)
+            if held is not None and held.root in made and held.root not in seen:
+                seen.add(held.root)
+                now += held.nbytes
+        if idle:
+            now += idle
+            freed[last[node.name]] = freed.get(last[node.name], 0) + idle
         peak = max(peak, now)
         now -= freed.get(index, 0)
         for base in [b for b in seen if last[b] == index and b not in kept]:

@@ -165,7 +165,7 @@ class Step:
     kind: Kind
     action: Action | None = None
     reads: tuple[Key, ...] = ()
-    writes: tuple[Key | None, ...] = ()
+    writes: tuple[Key, ...] = ()
     program: Program | None = None
     owner: Programs | None = None
     peer: int = -1

@@ -199,6 +199,7 @@ class Programs:
     memory: Mapping[str, Held]  # behind every named value
     fresh: frozenset[str]  # gradients that alias nothing and may be added to in place
     state_avals: tuple[Aval, ...] = ()
+    dp_avals: Mapping[str, Aval] = field(default_factory=dict)  # of the parameter gradients, where they are known
     eager: bool = False
     compiled: bool = False
     label: str = ""

@@ -192,6 +192,7 @@ def _cut(stage: Stage, signature: Signature, made: Outputs, graph: fx.GraphModul
         dxs=tuple(None if n is None else n.name for n in dxs),
         saved=pieces.saved, kept=pieces.kept,
         dx_avals={n.name: Aval.like(n.meta["val"]) for n in dxs if n is not None},
+        dp_avals={n.name: Aval.like(n.meta["val"]) for n in dps if n is not None},
         memory=memory,
         fresh=_fresh([n for n in dps if n is not None], memory, pieces.saved + pieces.kept, dxs),
         state_avals=made.state,

@@ -1,0 +1,199 @@
+"""Peak memory: what ``pipe.plan`` foretells is what a step holds, by the storages that are alive while it runs."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fpipe
+
+D, ROWS, PARTS = 32, 16, 6
+
+
+class Held(TorchDispatchMode):
+    """Bytes of the storages made inside that are alive, and the most there were at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in optree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in optree.tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in given | self.known and storage.nbytes():
+                    self.begin(storage)
+        return out
+
+    def begin(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self.known.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self.end, key, size)
+
+    def end(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
+# ---- stages -------------------------------------------------------------------------------------------------------
+def layer(p, x):
+    return x + torch.tanh(x @ p["up"] + p["bias"]) @ p["down"]
+
+
+def attention(p, x):
+    h = F.layer_norm(x, (D,), p["norm"])
+    q, k, v = (h @ p["qkv"]).view(*x.shape[:2], 4, -1).transpose(1, 2).chunk(3, -1)
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+    x = x + F.dropout(mixed @ p["out"], 0.1)
+    return x + F.gelu(x @ p["up"]) @ p["down"]
+
+
+def convolution(p, state, x):
+    mean, var = state["mean"].clone(), state["var"].clone()
+    h = F.batch_norm(F.conv2d(x, p["w"], padding=1), mean, var, p["scale"], None, True)
+    return F.relu(h), {"mean": mean, "var": var}
+
+
+def balanced(p, x):
+    return layer(p, x), x.square().mean()
+
+
+def squared(y, t):
+    return (y - t).square().mean()
+
+
+def dense() -> dict[str, Tensor]:
+    return {"up": torch.randn(D, 2 * D) / 8, "bias": torch.randn(2 * D), "down": torch.randn(2 * D, D) / 8}
+
+
+def whole() -> dict[str, Tensor]:
+    return dense() | {"norm": torch.ones(D), "qkv": torch.randn(D, 3 * D) / 8, "out": torch.randn(D, D) / 8}
+
+
+def kernel() -> dict[str, Tensor]:
+    return {"w": torch.randn(8, 8, 3, 3) / 8, "scale": torch.ones(8)}
+
+
+MODELS: dict[str, tuple[Any, Callable[[], Any], tuple[int, ...]]] = {
+    "mlp": (layer, dense, (D,)),
+    "transformer": (attention, whole, (4, D)),
+    "remat": (fpipe.remat(attention), whole, (4, D)),
+    "cnn": (fpipe.Stage(convolution, state=True), kernel, (8, 4, 4)),
+    "auxiliary loss": (fpipe.Stage(balanced, aux_loss=True), dense, (D,)),
+}
+
+
+def measure(step: Callable[[], Any]) -> int:
+    """The peak of a step that ran before (so that nothing is traced), its results included."""
+    step()
+    gc.collect()
+    with Held() as held:
+        results = step()
+    del results
+    return held.peak
+
+
+def foretold_and_held(stages: list[Any], params: list[Any], shape: tuple[int, ...], schedule: str, **more: Any) -> Any:
+    x, t = torch.randn(PARTS * ROWS, *shape), torch.randn(PARTS * ROWS, *shape)
+    argnums, state = more.pop("argnums", 0), more.pop("state", None)
+    side = {} if state is None else {"state": state}
+    pipe = fpipe.pipeline(stages, schedule, loss=squared, microbatches=PARTS, group=fpipe.local(1), **more)
+    step = fpipe.value_and_grad(pipe, argnums)
+    peak = measure(lambda: step(params, x, t, **side))
+    (resolved,) = pipe.cache.values()
+    return resolved.plans[0].peak, peak
+
+
+@pytest.mark.parametrize("schedule", ["ZBV", "DualPipeV", "1F1B", "GPipe", "ZBH1", "InterleavedZeroBubble"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_holds_what_its_plan_foretells(name: str, schedule: str):
+    stage, make, shape = MODELS[name]
+    per_rank = fpipe.make_schedule(schedule, 1, PARTS).stages
+    stages = 4 if per_rank == 1 else per_rank
+    fresh = {"mean": torch.zeros(8), "var": torch.ones(8)}
+    state = [fresh] * stages if name == "cnn" else None
+    foretold, held = foretold_and_held([stage] * stages, [make() for _ in range(stages)], shape, schedule, state=state)
+    assert abs(foretold / held - 1) < 0.02
+
+
+def carry(p, x):
+    return layer(p, x), x * 2
+
+
+def pass_on(p, x):
+    return layer(p, x[0]), x[1]
+
+
+def take(p, x):
+    return layer(p, x[0]) + x[1]
+
+
+@pytest.mark.parametrize(
+    ("stages", "more"),
+    [
+        ([layer] * 4, {"frozen": ["1.*"]}),
+        ([layer] * 4, {"tied": [("0.up", "3.up")]}),
+        ([layer] * 4, {"argnums": (0, 1)}),
+        ([carry, pass_on, pass_on, take], {}),
+        ([layer] * 4, {"schedule": "LoopedBFS"}),
+    ],
+    ids=["frozen", "tied", "input gradient", "skip", "reversed"],
+)
+def test_special_steps_too(stages: list[Any], more: dict[str, Any]):
+    schedule = more.pop("schedule", "1F1B")
+    foretold, held = foretold_and_held(stages, [dense() for _ in range(4)], (D,), schedule, **more)
+    assert abs(foretold / held - 1) < 0.02
+
+
+def spread(p, x):
+    """A gradient of one number, seen as a matrix: accumulating it needs the matrix."""
+    return x + p.sum()
+
+
+def test_what_is_accumulated_is_counted_in_full():
+    foretold, held = foretold_and_held([spread] * 4, [torch.randn(64, 64) for _ in range(4)], (D,), "1F1B")
+    assert abs(foretold / held - 1) < 0.02
+    narrow = [{k: v.bfloat16() for k, v in dense().items()} for _ in range(4)]
+    wide = {"accumulate": torch.float32}
+    cast = lambda p, x: layer(p, x.bfloat16()).float()
+    foretold, held = foretold_and_held([cast] * 4, narrow, (D,), "1F1B", **wide)
+    assert abs(foretold / held - 1) < 0.02
+
+
+def test_forward_alone_holds_one_activation():
+    stages, params = [layer] * 4, [dense() for _ in range(4)]
+    x = torch.randn(PARTS * ROWS, D)
+    pipe = fpipe.pipeline(stages, "ZBH1", loss=squared, microbatches=PARTS, group=fpipe.local(1))
+    peak = measure(lambda: pipe(params, x, x))
+    (resolved,) = pipe.cache.values()
+    assert abs(resolved.plans[0].peak / peak - 1) < 0.02
+    assert peak <= 5 * ROWS * 2 * D * 4
+
+
+def test_schedules_hold_as_much_as_they_promise():
+    """Per rank, in activations of one stage: 1F1B at most its depth, GPipe all microbatches, ZBV like 1F1B."""
+    params = [dense() for _ in range(8)]
+    x = torch.randn(16 * ROWS, D)
+
+    def peaks(name: str, stages: int) -> list[int]:
+        pipe = fpipe.pipeline([layer] * stages, name, loss=squared, microbatches=16, group=fpipe.local(4))
+        return list(pipe.plan(params[:stages], x, x).peak.values())
+
+    gpipe, one_f_one_b, zbv = peaks("GPipe", 4), peaks("1F1B", 4), peaks("ZBV", 8)
+    assert all(a < b for a, b in zip(one_f_one_b, gpipe, strict=True))
+    assert one_f_one_b[0] > one_f_one_b[3]
+    assert max(zbv) < 1.6 * min(zbv), "ZBV balances memory over ranks"
