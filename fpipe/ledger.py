@@ -1,21 +1,22 @@
 """How many bytes a rank holds at each step of its plan, by storage: two views of one tensor count once.
 
 Parameters, the caller's batch and constants are not counted. Where ranks live in different processes, a receive counts
-from when it is posted, and a sent value until it is known to have been received. This module follows steps; it changes nothing.
+from when it is posted, and a sent value until it is known to have been received. This module follows steps; it changes
+nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from .plan import Step
 import torch
 from torch import fx
 
+from .plan import Step
 from .program import Program
 from .route import Key
 from .stage import Aval, Held, Programs
@@ -31,11 +32,11 @@ class _Storage:
 
 
 class _Made(NamedTuple):
-    """An output of a program: its place, where its memory comes from (a place among the inputs, or a name), its bytes."""
+    """An output of a program, in memory."""
 
     place: int
-    given: int | None  # -1: an input that the program does not read itself
-    root: str
+    given: int | None  # the place of the input whose memory this is; -1: of one that the program does not read itself
+    root: str  # the value whose memory it is
     nbytes: int
 
 
@@ -79,7 +80,7 @@ class Ledger:
             self.live -= storage.nbytes
 
     def run(self, step: Step, ends: Sequence[int]) -> int:
-        """Bytes while a program runs; afterwards its outputs are held. ``ends`` are the places of the reads that end."""
+        """Bytes while a program runs; afterwards its outputs are held. ``ends``: the places of the reads that end."""
         own, program, reads, writes = step.owner, step.program, step.reads, step.writes
         assert own is not None and program is not None
         dying = self._dying(reads, ends)
@@ -94,8 +95,6 @@ class Ledger:
             made = self._made[id(program)] = _outputs(own, program)
         for place, given, root, nbytes in made:
             key = writes[place]
-            if key is None:
-                continue
             if given is None:
                 self.begin(key, (key[0], key[1], root), nbytes)
             else:
@@ -137,25 +136,23 @@ class Ledger:
             if self.wired and step.kind == "WAIT":
                 self.end(_buffer(step))
             for key, made in zip(step.writes, step.avals, strict=True):
-                if key is not None:
-                    self.begin(key, key, made.nbytes if isinstance(made, Aval) else made.bytes)
+                self.begin(key, key, made.nbytes if isinstance(made, Aval) else made.bytes)
         elif step.kind == "ADD":
             sums = step.avals or (None,) * len(step.writes)
             for key, value, how, made in zip(step.writes, step.reads, step.how, sums, strict=True):
                 storage = self.behind.get(value)
-                if key is None or how == "add" or storage is None:
+                if how == "add" or storage is None:
                     continue
                 if how == "take":
                     self.share(key, storage)
                 else:
-                    self.begin(key, key, storage.nbytes)
+                    self.begin(key, key, made.nbytes if isinstance(made, Aval) else storage.nbytes)
         elif step.kind == "SUM":
             storage = self.behind.get(step.reads[0])
             for key in step.writes:
-                if key is not None and storage is not None:
+                if storage is not None:
                     self.begin(key, key, storage.nbytes)
         return self.live
-
 
     def _of_copies(self, step: Step) -> None:
         """What copies of the pipeline do together: memory for it while it is under way, then for what it gives."""
@@ -200,6 +197,9 @@ def excess(own: Programs, program: Program, dropped: dict[str, int]) -> int:
     names = frozenset(dropped)
     if names not in memo:
         memo[names] = _excess(own, program, dropped)
+    return memo[names]
+
+
 def _items(node: fx.Node, made: set[str]) -> tuple[list[str], int]:
     """The values that an operation of several results makes at once, and the bytes of those that nobody asks for."""
     results = node.meta.get("val")
@@ -209,9 +209,6 @@ def _items(node: fx.Node, made: set[str]) -> tuple[list[str], int]:
     asked = {user.args[1]: user.name for user in users}
     idle = [r for i, r in enumerate(results) if isinstance(r, torch.Tensor) and i not in asked]
     return list(asked.values()), sum(r.untyped_storage().nbytes() for r in idle)
-
-
-    return memo[names]
 
 
 def _excess(own: Programs, program: Program, dropped: dict[str, int]) -> int:
