@@ -245,9 +245,11 @@ def test_a_plain_action_computes_beside_its_own_collectives(members: Any):
     plan = pipe.plan(parameters(1), torch.ones(24, WIDTH), torch.ones(24, WIDTH))
     labels = [i.program.label for i in plan[0].instructions if i.program is not None and str(i.action) == "0B1"]
     assert labels.index("shared/weights") == labels.index("dispatch") + 1, labels  # not at the end
-    assert not pipe_of(mixing(None), "1F1B", 1, 1, fpipe.local(1)).plan(
-        parameters(1), torch.ones(24, WIDTH), torch.ones(24, WIDTH)
-    )[0].weaves
+    assert (
+        not pipe_of(mixing(None), "1F1B", 1, 1, fpipe.local(1))
+        .plan(parameters(1), torch.ones(24, WIDTH), torch.ones(24, WIDTH))[0]
+        .weaves
+    )
 
 
 # ---- one order of collectives ---------------------------------------------------------------------------------------
@@ -373,7 +375,9 @@ def _hundred_runs() -> list[str]:
                 time.sleep(delay.random() * 0.004)  # ranks come at different times
                 found.append(step(pipes[name, m, how], seed, rows=4 * m))
             woven = pipes[name, m, "weave"].cache.values()
-            if not any(not w.reason for r in woven for b in r.bound.values() for w in b.plan.weaves.values()):
+            if experts > 1 and not any(
+                not w.reason for r in woven for b in r.bound.values() for w in b.plan.weaves.values()
+            ):
                 wrong.append(f"{name} was not woven")
             if not same(*found):
                 wrong.append(f"{name}, {m} microbatches, seed {seed}, experts over {experts}")
