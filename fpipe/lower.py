@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from .actions import Action, Fused, plain
+from .collectives.group import contiguous
 from .fused import Fusing
 from .plan import Job, Kinds, Plan, Step, grad_key
 from .program import Program
@@ -158,11 +159,11 @@ class Lowering:
         if op in "BW":
             self._add(action, own, op)
 
-    def _input_gradients(self, own: Programs, kinds: Kinds, mb: int) -> list[Key]:
     def _outputs(self, kinds: Kinds, mb: int) -> tuple[Key, ...]:
         made = enumerate(kinds.wires.faces[-1].ys)
         return tuple([kinds.wires.forward(self.job.stages - 1, j, mb) for j, y in made if y is not None])
 
+    def _input_gradients(self, own: Programs, kinds: Kinds, mb: int) -> list[Key]:
         found = (kinds.wires.cotangent(-1, i, mb) for i in range(own.counts[1]))
         return [key for key in found if key is not None]
 
@@ -224,7 +225,7 @@ class Lowering:
     def _add(self, action: Action, own: Programs, op: str) -> None:
         """Add what the action's program made and did not add itself."""
         stage, mb = action.stage, action.microbatch
-        into, values, how = [], [], []
+        into, values, how, sums = [], [], [], []
         done = self._made_by(own, op) if (id(own), op, stage) in self._adding else {}
         for index, name in enumerate(own.dps):
             if name is None or index in done:
@@ -232,6 +233,7 @@ class Lowering:
             target = grad_key(stage, index)
             into.append(target)
             values.append(self.key(own, stage, mb, name))
+            sums += [_sum_of(own.dp_avals[name], self.job.wide)] if name in own.dp_avals else []
             self.traffic.fetch(values[-1])
             if target in self.added:
                 how.append("add")
@@ -239,7 +241,8 @@ class Lowering:
                 how.append("take" if name in own.fresh and self.job.wide is None else "copy")
             self.added.add(target)
         if into:
-            self.out.append(Step("ADD", action, tuple(values), tuple(into), how=tuple(how)))
+            avals = tuple(sums) if len(sums) == len(into) else ()
+            self.out.append(Step("ADD", action, tuple(values), tuple(into), avals=avals, how=tuple(how)))
 
     # ---- the end ------------------------------------------------------------------------------------------------
     def _finish(self) -> None:
@@ -307,6 +310,12 @@ class Lowering:
             for stage, own in kinds.programs.items():
                 if own.aux is not None and path[stage] == self.rank:
                     yield self.key(own, stage, mb, own.aux)
+
+
+def _sum_of(aval: Aval, wide: torch.dtype | None) -> Aval:
+    """What gradients of an aval are added up in."""
+    dtype = wide if wide is not None and aval.dtype.is_floating_point else aval.dtype
+    return aval._replace(stride=contiguous(aval.shape), dtype=dtype)
 
 
 def _given(programs: Programs) -> dict[str, tuple[str, int]]:
