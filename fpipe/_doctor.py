@@ -16,8 +16,8 @@ import click
 import torch
 import torch.distributed as dist
 
-from . import __version__
 from ._launch import launch
+from ._version import __version__
 from .collectives.adapt import OPS, reduction, road
 from .collectives.c10d import C10dGroup
 from .collectives.capabilities import DTYPES, Capabilities, Status
