@@ -43,7 +43,19 @@ def spans(runs: Iterable[Run]) -> Iterator[tuple[int, AnyAction, float, float]]:
                     if action is not None:
                         start, _ = times.get(action, (did.start, 0.0))
                         times[action] = start, did.end
-        yield from ((run.rank, *span) for span in _apart(times))
+        yield from ((run.rank, *span) for span in _apart(times | dict(_idle(run, times))))
+
+
+def _idle(run: Run, times: Mapping[Action, tuple[float, float]]) -> Iterator[tuple[Action, tuple[float, float]]]:
+    """Actions for which there was nothing to do, such as the gradient of an input that nobody wants: they took no time
+    after the action before them."""
+    last = max((place for place, action in enumerate(run.actions) if action in times), default=-1)
+    clock = run.did[0].start if run.did else 0.0
+    for action in run.actions[: last + 1]:
+        if action in times:
+            clock = times[action][1]
+        else:
+            yield action, (clock, clock)
 
 
 def _apart(times: Mapping[Action, tuple[float, float]]) -> Iterator[tuple[AnyAction, float, float]]:

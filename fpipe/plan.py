@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from .actions import Action
-from .collectives.group import Spec
+from .actions import Action, Row
+from .collectives.group import Spec, arriving
 from .program import Program
 from .route import Key, Wires
 from .schedule import Schedule
@@ -133,6 +133,7 @@ class Plan:
     peak: int
     curve: tuple[int, ...] = ()
     weaves: Mapping[str, Weave] = field(default_factory=dict)  # by fused action
+    row: Row = ()  # the actions that it carries out, those included that need no instruction
 
     def __str__(self) -> str:
         head = f"rank {self.rank}: {len(self.instructions)} instructions, {self.slots} slots, peak {self.peak:,} bytes"
@@ -177,8 +178,7 @@ class Step:
 
 def spec_of(aval: Aval) -> Spec:
     """How a value travels."""
-    from_shape = Spec.of(torch.empty_strided(aval.shape, aval.stride, dtype=aval.dtype, device="meta"))
-    return from_shape
+    return Spec(aval.shape, arriving(aval.shape, aval.stride), aval.dtype)
 
 
 __all__ = ["Aval", "Instruction", "Job", "Kinds", "Plan", "Sequence", "Share", "Step", "grad_key", "reduced_key",

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .actions import Action
+from .actions import Action, plain
 from .clocks import Clock, differences
 from .collectives.group import Group, Work
 from .errors import FpipeError
@@ -41,10 +41,11 @@ class Did(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """What one rank did from the start of its plan to the end."""
+    """What one rank did from the start of its plan to the end, and the actions that this carried out, in order."""
 
     rank: int
     did: tuple[Did, ...]
+    actions: tuple[Action, ...] = ()
 
 
 @dataclass
@@ -104,7 +105,8 @@ class Recorder:
         found: dict[int, list[Run]] = {}
         for log in self._logs:
             rank = log.bound.plan.rank
-            found.setdefault(rank, []).append(Run(rank, tuple(_did(log))))
+            actions = tuple(plain(log.bound.plan.row))
+            found.setdefault(rank, []).append(Run(rank, tuple(_did(log)), actions))
         return found
 
 
@@ -186,4 +188,5 @@ def gathered(recorder: Recorder) -> list[tuple[Run, ...]]:
 def _shifted(run: Run, by: float) -> Run:
     if not by:
         return run
-    return Run(run.rank, tuple(did._replace(start=did.start - by, end=did.end - by) for did in run.did))
+    did = tuple(did._replace(start=did.start - by, end=did.end - by) for did in run.did)
+    return Run(run.rank, did, run.actions)

@@ -36,7 +36,10 @@ def assign(job: Job, rank: int, steps: Sequence[Step], split: int, wanted: Seque
         if step.kind != "ZERO" or writes:
             instructions.append(_instruction(step, reads, writes, frees))
     results = {key: table.where[key] for key in wanted if key in table.where}
-    return Plan(rank, tuple(instructions), table.size, feeds, results, split, max(curve, default=0), tuple(curve))
+    return Plan(
+        rank, tuple(instructions), table.size, feeds, results, split, max(curve, default=0), tuple(curve),
+        row=job.schedule[rank],
+    )  # fmt: skip
 
 
 def _instruction(
