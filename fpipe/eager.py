@@ -8,7 +8,7 @@ which the plan needs beforehand (``rehearsal``, or ``Stage(like=)``) and F check
 function's own Python, about 0.1 ms a transformer block in I to look over the graph, and as much a linear layer in W; no
 leaf is known to be unused, so all are sent, and unused inputs get zeros. Bytes from F to I and from I to W are those of
 the rehearsal. Not split, but computed in I: what ``splitting`` says, and everything where the function hangs hooks on
-tensors. This module knows nothing of schedules or ranks.
+tensors, which would run twice. This module knows nothing of schedules or ranks.
 """
 
 from __future__ import annotations
@@ -102,6 +102,7 @@ class _Engine:
         outs, tape = self._record(groups, wanted=self.trained)
         return (*outs, tape) if self.trained else outs
 
+    @torch.inference_mode(False)
     def _record(self, groups: list[list[Any]], wanted: bool) -> tuple[tuple[Any, ...], Tape]:
         """Run the function on leaves of its own; check and detach what it returns."""
         versions = _versions(groups)
@@ -295,7 +296,7 @@ class _Engine:
 def _leaf(value: Any, aval: Any, wanted: bool) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    leaf = value.detach()
+    leaf = value.clone() if value.is_inference() else value.detach()  # a graph holds no tensors made for inference
     return leaf.requires_grad_() if wanted and aval.grad else leaf
 
 

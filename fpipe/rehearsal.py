@@ -42,6 +42,7 @@ class Told:
     dx: Mapping[int, Aval] = field(default_factory=dict)
 
 
+@torch.inference_mode(False)
 def rehearse(stage: Stage, signature: Signature) -> Told:
     """Learn what ``stage`` returns."""
     if stage.like is not None:

@@ -43,9 +43,10 @@ def trace(fn: Callable[..., Any] | Stage, params: Any, x: Any, *, state: Any = N
 
 def programs_of(stage: Stage, signature: Signature) -> Programs:
     """The programs of a stage for a signature, traced at most once for every function."""
-    key = (stage.aux_loss, stage.state, stage.compile, stage.engine == "eager", stage.like, ambient(), signature)
+    eager = stage.engine == "eager"
+    key = (stage.aux_loss, stage.state, stage.compile, ambient(), signature, *((stage.fn, stage.like) if eager else ()))
     try:
-        store = _CACHE.setdefault(stage.fn, {})
+        store = _EAGER if eager else _CACHE.setdefault(stage.fn, {})
     except TypeError:  # the function takes no weak reference: hold it by the Stage that holds it
         store = _STRONG.setdefault(stage.fn, {})
     try:
@@ -56,11 +57,13 @@ def programs_of(stage: Stage, signature: Signature) -> Programs:
             'pass numbers, strings or None, or register its class (optree, namespace="fpipe")'
         ) from error
     if found is None:
-        found = store[key] = (eager_programs if stage.engine == "eager" else _trace)(stage, signature)
+        found = store[key] = (eager_programs if eager else _trace)(stage, signature)
     return found
 
 
 _STRONG: dict[Any, dict[Any, Programs]] = {}
+#: Eager programs hold their function, so they are kept as long as somebody uses them.
+_EAGER: weakref.WeakValueDictionary[Any, Programs] = weakref.WeakValueDictionary()
 
 
 def ambient() -> tuple[Any, ...]:

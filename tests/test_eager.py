@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -162,8 +163,13 @@ def writes(p: Tensor, x: Tensor) -> Tensor:
 
 def hooked(p: list[Tensor], x: Tensor) -> Tensor:
     h = x @ p[0]
-    h.register_hook(lambda g: g * 0.5)
+    h.register_hook(halve)
     return (h @ p[1]).sin()
+
+
+def halve(gradient: Tensor) -> Tensor:
+    RUNS["hook"] += 1
+    return gradient * 0.5
 
 
 def recurrent(p: list[Tensor], x: Tensor) -> Tensor:
@@ -276,6 +282,7 @@ def test_programs_are_plain_autograd(name: str):
         else:
             dx, dp = own.backward(saved, dys)
         assert same(optree.tree_leaves((dx, dp)), grads)
+        assert RUNS["hook"] == (name == "hooks")
         assert RUNS["backward"] == {"an old-style function": 2, "an old-style function of weights": 1}.get(name, 0)
     after = (params, x)
     assert optree.tree_all(
@@ -647,3 +654,27 @@ def test_parameters_that_are_dtensors(mesh: DeviceMesh):
         run(layer, split)
     with pytest.raises(fpipe.StageError, match=r"returns a DTensor.*to_local"):
         trace(fpipe.Stage(lambda p, x: p["up"], engine="eager"), split[0], x)
+
+
+# ---- the rest -------------------------------------------------------------------------------------------------------
+def test_inside_inference_mode():
+    params = [make(stage) for stage in MIXED]
+    pipe = fpipe.pipeline(MIXED, "ZBV", loss=squared, microbatches=2, group=fpipe.local(2), engine="eager")
+    with torch.inference_mode():
+        x, t = randn(4, 2, 3), randn(4, 2, 3)
+        value = pipe(params, x, t)
+        loss, grads = fpipe.value_and_grad(pipe)(params, x, t)
+    wanted = reference(MIXED, params, x.clone(), t.clone(), 2)
+    assert torch.equal(value, wanted[0]) and torch.equal(loss, wanted[0]) and same(grads, wanted[1])
+
+
+def test_programs_go_with_their_last_user():
+    def fn(p: Tensor, x: Tensor) -> Tensor:
+        return x @ p
+
+    own = trace(fpipe.Stage(fn, engine="eager"), randn(3, 3), randn(2, 3))
+    assert trace(fpipe.Stage(fn, engine="eager"), randn(3, 3), randn(2, 3)) is own
+    gone = weakref.ref(fn)
+    del fn, own
+    gc.collect()
+    assert gone() is None
