@@ -23,15 +23,17 @@ TIMEOUT = 300.0
 
 
 class MeshGroup(C10dGroup):
-    """The pipeline axis of a mesh; ``dp`` is the data-parallel axis as a group of its own, ``mesh`` has both."""
+    """The pipeline axis of a mesh; ``dp`` and ``tp`` are the others as groups of their own, ``mesh`` has all three."""
 
     mesh: DeviceMesh
     dp: C10dGroup
+    tp: C10dGroup
 
 
 def init(
     pp: int | None = None,
     dp: int = 1,
+    tp: int = 1,
     *,
     device: str | torch.device | None = None,
     backend: str | None = None,
@@ -39,28 +41,30 @@ def init(
 ) -> MeshGroup | LocalGroup:
     """The group of this process: one rank under torchrun, all of them where there is one process.
 
-    ``pp`` ranks in a pipeline and ``dp`` copies of it, together as many as there are processes; ``pp`` left out takes
-    what ``dp`` leaves. Device and backend are found where they are not given. A process group that stands already is
-    used as it is, and a second call gives the group of the first.
+    ``pp`` ranks in a pipeline, ``dp`` copies of it, and ``tp`` processes that share each stage by the collectives in
+    it: together as many as there are processes. ``pp`` left out takes what the others leave. Device and backend are
+    found where they are not given. A process group that stands already is used as it is, and a second call gives the
+    group of the first.
 
     >>> init().size, init(pp=4).size  # no torchrun here: all ranks live in this process
     (1, 4)
     """
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    _refuse(pp, dp, seconds)
+    _refuse(pp, dp, tp, seconds)
     started = dist.is_initialized()
     if not started and not _launched():
-        if dp != 1:
-            raise GroupError(f"dp={dp} needs {dp * (pp or 1)} processes and there is one; start them with torchrun")
+        if dp * tp != 1:
+            needed = dp * tp * (pp or 1)
+            raise GroupError(f"dp={dp}, tp={tp} needs {needed} processes and there is one; start them with torchrun")
         return local(devices=[pick(device)] * (pp or 1))
     where = pick(device, int(os.environ.get("LOCAL_RANK", "0")))
     if not started:
         _start(where, backend, seconds)
-    pp = _shape(pp, dp)
-    key = (pp, dp, where, seconds, dist.group.WORLD)
+    pp = _shape(pp, dp, tp)
+    key = (pp, dp, tp, where, seconds, dist.group.WORLD)
     if key not in _MADE:
         _MADE.clear()  # of a process group that is gone, or of another shape
-        _MADE[key] = _build(pp, dp, where, seconds)
+        _MADE[key] = _build((pp, dp, tp), where, seconds)
     return _MADE[key]
 
 
@@ -117,8 +121,8 @@ def _launched() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def _refuse(pp: object, dp: object, seconds: float) -> None:
-    for name, value in (("pp", 1 if pp is None else pp), ("dp", dp)):
+def _refuse(pp: object, dp: object, tp: object, seconds: float) -> None:
+    for name, value in (("pp", 1 if pp is None else pp), ("dp", dp), ("tp", tp)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise GroupError(f"{name}={value!r}; give a whole number of ranks, 1 at least")
     if not seconds > 0:
@@ -137,23 +141,25 @@ def _start(device: torch.device, backend: str | None, seconds: float) -> None:
         ) from error
 
 
-def _shape(pp: int | None, dp: int) -> int:
+def _shape(pp: int | None, dp: int, tp: int) -> int:
     world = dist.get_world_size()
-    found = world // dp if pp is None else pp
-    if found * dp != world:
+    found = world // (dp * tp) if pp is None else pp
+    if found * dp * tp != world:
         asked = "(what is left)" if pp is None else pp
+        shape = f"pp={asked} x dp={dp}" + (f" x tp={tp}" if tp != 1 else "")
         raise GroupError(
-            f"pp={asked} x dp={dp} is not the {world} processes that were started; start {max(found, 1) * dp}, or "
-            f"leave pp out"
+            f"{shape} is not the {world} processes that were started; start {max(found, 1) * dp * tp}, or leave pp out"
         )
     return found
 
 
-def _build(pp: int, dp: int, device: torch.device, seconds: float) -> MeshGroup:
-    # Neighbours of a pipeline are apart, copies of a stage are together: gradients are the larger traffic.
-    mesh = init_device_mesh(device.type, (pp, dp), mesh_dim_names=("pp", "dp"))
+def _build(shape: tuple[int, int, int], device: torch.device, seconds: float) -> MeshGroup:
+    # Neighbours of a pipeline are apart, copies of a stage are together, and what shares a stage more so: the traffic
+    # grows in that order.
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
     group = adopt(mesh.get_group("pp"), device, timeout=seconds, kind_of_group=MeshGroup)
     assert isinstance(group, MeshGroup)
     group.mesh = mesh
     group.dp = adopt(mesh.get_group("dp"), device, timeout=seconds, purpose="dp")
+    group.tp = adopt(mesh.get_group("tp"), device, timeout=seconds, purpose="tp")
     return group
