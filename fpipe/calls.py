@@ -212,7 +212,7 @@ class Call:
             runs[rank] = execute(bound, regs[rank], start, stop)
         try:
             with torch.no_grad():
-                drive(runs, lambda rank: f"ran {resolved.bound[rank].plan.rank}")
+                drive(runs, lambda rank: str(getattr(group, "last", lambda _: "waiting")(rank)))
                 group.flush()
             if phase != 0 and (self.pipe.debugging or debugging()):
                 for rank, bound in resolved.bound.items():

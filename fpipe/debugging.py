@@ -152,8 +152,9 @@ def check_leaks(plan: Plan, r: Sequence[Any]) -> None:
     """Raise where, after a whole run, a slot holds what is neither fed nor a result, or a receive was never awaited."""
     known = {*plan.feeds.values(), *plan.results.values()}
     left = [slot for slot in range(plan.slots) if r[slot] is not None and slot not in known]
-    if left or r[-2]:
+    receives = sorted(key for key in r[-2] if isinstance(key, tuple))
+    if left or receives:
         raise FpipeError(
-            f"rank {plan.rank} ran its plan and left slots {left} full and receives {sorted(r[-2])} open; this is a "
+            f"rank {plan.rank} ran its plan and left slots {left} full and receives {receives} open; this is a "
             "mistake of fpipe and not yours: please report it with the schedule"
         )

@@ -172,6 +172,16 @@ def test_after_an_error_the_next_call_works():
     assert all(torch.equal(a, b) for a, b in zip(before[1], after[1], strict=True))
 
 
+def test_a_deadlock_tells_what_every_rank_waits_for():
+    """A schedule is checked before it runs, so this one is put where only checked ones are."""
+    pipe = piped([layer] * 2, schedule="1F1B", microbatches=2)
+    pipe._schedules[2] = fpipe.Schedule.parse("[0F0, 0B0, 0F1, 0B1]\n[1F1, 1B1, 1F0, 1B0]")
+    with pytest.raises(fpipe.DeadlockError) as caught:
+        step(pipe, PARAMS[:2])
+    assert "rank 0: waiting for 1B1's message from rank 1" in str(caught.value)
+    assert "rank 1: waiting for 0F1's message from rank 0" in str(caught.value)
+
+
 # ---- debug ----------------------------------------------------------------------------------------------------------
 class DividesByZero(torch.autograd.Function):
     """Right forward, infinite backward."""
@@ -234,6 +244,7 @@ def test_debug_leaves_masks_alone_and_changes_nothing():
     plainly = step(pipe)
     with fpipe.debug():
         checked = step(pipe)
+        piped(loss=None)(PARAMS, X, each=lambda number, output: None)
         y, pullback = fpipe.vjp(piped(loss=None), PARAMS, X)
         pullback(y)
         assert pipe(PARAMS, X, T) == plainly[0]
