@@ -28,6 +28,7 @@ from .simulate import Costs
 #: name -> (module:command, the line that `fpipe --help` shows): commands of other modules, loaded when they are run
 ELSEWHERE: dict[str, tuple[str, str]] = {
     "train": ("fpipe.training.command:train", "Train a small GPT through processes here, and see the promise kept."),
+    "profile": ("fpipe._profile:profile", "What the stages and messages of a pipeline cost here, as a file of costs."),
     "doctor": ("fpipe._doctor:command", "What this machine's backend gets wrong, and what is done about it."),
 }
 

@@ -82,8 +82,12 @@ class Profile:
     @property
     def simulated(self) -> Timeline:
         """The same rows, simulated by ``costs``."""
+        return self.simulate(self.costs)
+
+    def simulate(self, price: Costs) -> Timeline:
+        """The same rows, simulated by other costs."""
         real = self.timeline
-        return simulate_rows(real.rows, real.placement, real.microbatches, self.costs, name=self._called("simulated"))
+        return simulate_rows(real.rows, real.placement, real.microbatches, price, name=self._called("simulated"))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a picture of both timelines, one over the other; ``.json`` has each instruction too, for Perfetto."""
@@ -164,26 +168,41 @@ def measure_costs(pipe: Pipeline, params: Any, x: Any, *targets: Any, steps: int
     >>> make_schedule("ZBH1", 2, 8).simulate(found).unit
     's'
     """
-    if pipe.loss is None:
-        raise StageError(
-            "this pipeline has no loss, so nothing of it can be costed backwards; say pipeline(..., loss=)"
-        )
-    number = Call(pipe, params, x, targets, side, mode="grad").number
-    schedule = pipe.schedule(number)
-    both = [value_and_grad(pipe.under(made)) for made in (whole(schedule), split(schedule))]
-    for step in both * 2:
-        step(params, x, *targets, **side)
-    clocked = [Profile(step) for step in both]
-    for step in clocked * max(steps, 1):
-        step(params, x, *targets, **side)
-    resolved = Call(pipe, params, x, targets, side, mode="grad").resolved()
-    mine = {
-        stage: (own.saved_bytes, own.kept_bytes)
-        for job in resolved.job.values() for stage, own in job.kinds[0].programs.items()
-    }  # fmt: skip
-    held = {stage: both for part in pipe.gather(mine) for stage, both in part.items()}
-    saved, kept = zip(*(held[stage] for stage in range(pipe.stages)), strict=True)
-    return costs([runs for each in clocked for runs in each.runs], saved, kept)
+    measuring = Measuring(pipe, params, x, *targets, **side)
+    for _ in range(max(steps, 1)):
+        measuring.step()
+    return measuring.costs()
+
+
+class Measuring:
+    """What ``measure_costs`` does, one step at a time, so that other things can be measured in between."""
+
+    def __init__(self, pipe: Pipeline, params: Any, x: Any, *targets: Any, **side: Any):
+        if pipe.loss is None:
+            raise StageError("this pipeline has no loss, so no backward can be measured; say pipeline(..., loss=)")
+        self.pipe = pipe
+        self._arguments = (params, x, *targets), side
+        self._call = Call(pipe, params, x, targets, side, mode="grad")
+        schedule = pipe.schedule(self._call.number)
+        self._both = [Profile(value_and_grad(pipe.under(made))) for made in (whole(schedule), split(schedule))]
+        for each in self._both * 2:  # the first traces, the second finds its memory
+            assert each.step is not None
+            each.step(*self._arguments[0], **side)
+
+    def step(self) -> None:
+        """Run once with whole backwards and once with split ones; every process must."""
+        for each in self._both:
+            each(*self._arguments[0], **self._arguments[1])
+
+    def costs(self) -> Costs:
+        """Medians over the steps so far; every process must ask."""
+        mine = {
+            stage: (own.saved_bytes, own.kept_bytes)
+            for job in self._call.resolved().job.values() for stage, own in job.kinds[0].programs.items()
+        }  # fmt: skip
+        held = {stage: both for part in self.pipe.gather(mine) for stage, both in part.items()}
+        saved, kept = zip(*(held[stage] for stage in range(self.pipe.stages)), strict=True)
+        return costs([runs for each in self._both for runs in each.runs], saved, kept)
 
 
 def whole(schedule: Schedule) -> Schedule:

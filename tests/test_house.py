@@ -50,7 +50,7 @@ FLOORS = (
     ("slots",),
     ("fused",),
     ("lower",),
-    ("ordering",),
+    ("ordering", "expecting"),
     ("run", "agreeing"),
     ("clocks",),
     ("recording",),
@@ -63,7 +63,7 @@ FLOORS = (
     ("_pipeline",),
     ("profiling",),
     ("transforms", "interop", "testing", "_launch"),
-    ("_doctor", "training"),
+    ("_doctor", "_profile", "training"),
     ("cli",),
     ("__main__",),
 )
