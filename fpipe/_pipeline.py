@@ -21,6 +21,7 @@ from .calls import RESERVED, Call, functional
 from .collectives.group import Group
 from .collectives.setup import init
 from .errors import StageError
+from .expecting import expected
 from .feed import Feeder, Weighted, weighted
 from .generators import make_schedule
 from .losses import loss_sides
@@ -29,6 +30,7 @@ from .resolve import Recipe, Resolved
 from .run import Check
 from .schedule import Schedule
 from .sharding import Copies, Shares
+from .simulate import Costs
 from .stage import Engine, Stage, as_stage
 from .weaving import Overlap
 
@@ -216,6 +218,12 @@ class Plans:
     def __init__(self, resolved: Resolved):
         self.by_rank = resolved.plans
         self.peak = {rank: plan.peak for rank, plan in self.by_rank.items()}
+        self._jobs = resolved.job
+
+    @property
+    def costs(self) -> Costs:
+        """What is expected, for ``schedule.simulate``: programs by shapes, woven actions by their weaves."""
+        return expected(self._jobs, self.by_rank)
 
     def __getitem__(self, rank: int) -> Any:
         return self.by_rank[rank]

@@ -9,19 +9,30 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import inf, nan
 from operator import add
 from typing import Any, NamedTuple, TypeAlias
 
-from .actions import RULE, Action, Placement, Row
+from .actions import RULE, Action, AnyAction, Placement, Row
 from .check import check_cells, stuck
 from .errors import ScheduleError
-from .timeline import Timeline
+from .timeline import Carried, Timeline
 from .walk import Facts, walk
 
 PerStage: TypeAlias = float | Sequence[float] | Mapping[int, float]
+
+
+class Beside(NamedTuple):
+    """What a woven action is expected to take: its time, and what the link carries from its start on."""
+
+    time: float
+    carried: tuple[tuple[float, float, str], ...] = ()  # (start, end, what)
+
+
+#: From an action, fused or plain, to its time, or None for the time that it would take otherwise.
+Predict: TypeAlias = Callable[[AnyAction], "Beside | float | None"]
 
 
 @dataclass(frozen=True)
@@ -29,12 +40,12 @@ class Costs:
     """What actions cost: each one number, or one per stage (a sequence, or a mapping from stage to number).
 
     ``F``, ``I``, ``W`` and ``B`` (default: I + W) are times. ``overlap`` is the time of a fused action, by the stage of
-    its first part (default: the sum of its parts). A message between different ranks takes ``comm``, a latency, plus
-    ``boundary``, its bytes, over ``bandwidth``, bytes per time; besides, it keeps its sender's rank busy for ``send``,
-    after the action, and its receiver's for ``receive``, before the action that needs it. All of these may differ by
-    boundary, one number between each stage and the next. Memory: ``saved`` bytes are held from F on; I leaves ``kept``
-    of them (default: all) for W, and W or B frees the rest. So F adds ``saved``, I adds ``kept - saved``, W adds
-    ``-kept`` and B ``-saved``.
+    its first part (default: the sum of its parts), or a function of an action, as ``pipe.plan(...).costs`` has. A
+    message between different ranks takes ``comm``, a latency, plus ``boundary``, its bytes, over ``bandwidth``, bytes
+    per time; besides, it keeps its sender's rank busy for ``send``, after the action, and its receiver's for
+    ``receive``, before the action that needs it. All of these may differ by boundary, one number between each stage and
+    the next. Memory: ``saved`` bytes are held from F on; I leaves ``kept`` of them (default: all) for W, and W or B
+    frees the rest. So F adds ``saved``, I adds ``kept - saved``, W adds ``-kept`` and B ``-saved``.
 
     >>> Costs(F=1, I=[1, 2], W=0.5)
     Costs(F=1.0, I=(1.0, 2.0), W=0.5)
@@ -44,7 +55,7 @@ class Costs:
     I: PerStage = 1.0  # noqa: E741
     W: PerStage = 1.0
     B: PerStage | None = None
-    overlap: PerStage | None = None
+    overlap: PerStage | Predict | None = None
     comm: PerStage = 0.0
     boundary: PerStage = 0.0
     bandwidth: PerStage = inf
@@ -91,6 +102,8 @@ class Costs:
         >>> Costs(F=2, I=[1, 3]).to_json()
         '{"F": 2.0, "I": [1.0, 3.0]}'
         """
+        if callable(self.overlap):
+            raise _refuse("costs whose overlap is a function cannot be written down; give it as numbers")
         return json.dumps({f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default})
 
     @classmethod
@@ -119,7 +132,7 @@ class Costs:
         by_op = {name: self._spread(name, stages) for name in ("F", "I", "W")}
         by_op["B"] = tuple(map(sum, zip(by_op["I"], by_op["W"], strict=True)))
         for name in ("B", "overlap"):
-            if getattr(self, name) is not None:
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
                 by_op[name] = self._spread(name, stages)
         return by_op
 
@@ -175,8 +188,10 @@ def _refuse(message: str) -> ScheduleError:
     return ScheduleError(message, rule="costs")
 
 
-def _numbers(name: str, value: Any) -> float | tuple[float, ...] | None:
-    """One float or a tuple of them; None only where that is the default."""
+def _numbers(name: str, value: Any) -> Any:
+    """One float or a tuple of them; None only where that is the default; a function for ``overlap`` as it is."""
+    if name == "overlap" and callable(value):
+        return value
     if value is None and name in ("B", "overlap", "kept"):
         return None
     if isinstance(value, Mapping):
@@ -235,6 +250,8 @@ def simulate_rows(
     there = [0.0] * facts.size
     clocks = [0.0] * len(rows)
     fused = costs.times(stages).get("overlap")
+    predict = costs.overlap if callable(costs.overlap) else None
+    carried: list[list[Carried]] = [[] for _ in rows]
     for rank, first, stop in result.runs:
         lane, begin, end, cause = rows[rank], starts[rank].append, ends[rank].append, causes[rank].append
         clock = clocks[rank]
@@ -255,6 +272,8 @@ def simulate_rows(
             clock += received
             begin(clock)
             cause(waited)
+            if predict is not None:
+                together = _predicted(predict(action), together, clock, carried[rank])
             clock += together if fused is None or len(parts) == 1 else fused[parts[0].stage]
             end(clock)
             for stage, op, microbatch in parts:
@@ -263,8 +282,19 @@ def simulate_rows(
             clock += sent
         clocks[rank] = clock
     return Timeline(
-        rows, starts, ends, placement, microbatches, causes, costs.memory(stages), costs.sizes(stages), name, costs.unit
-    )
+        rows, starts, ends, placement, microbatches, causes, costs.memory(stages), costs.sizes(stages), name,
+        costs.unit, tuple(map(tuple, carried)),
+    )  # fmt: skip
+
+
+def _predicted(found: Beside | float | None, otherwise: float, start: float, carried: list[Carried]) -> float:
+    """The time of an action; what its link carries is laid down."""
+    if found is None:
+        return otherwise
+    if not isinstance(found, Beside):
+        return _number("overlap", found)
+    carried += [Carried(start + begin, start + end, what) for begin, end, what in found.carried]
+    return found.time
 
 
 def _table(facts: Facts, path: Sequence[int], costs: Costs) -> dict[str, _Op]:

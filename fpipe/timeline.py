@@ -35,6 +35,14 @@ class Span(NamedTuple):
     end: float
 
 
+class Carried(NamedTuple):
+    """What a rank's link carries beside its computing, by the prediction of a weave."""
+
+    start: float
+    end: float
+    what: str
+
+
 class Wait(NamedTuple):
     """What an action waited for: where that stands, and for how long its own rank was idle before it."""
 
@@ -71,6 +79,7 @@ class Timeline:
     boundary: Sequence[float] = ()
     name: str = ""
     unit: str = ""  # of time; "" where it is the cost model's own
+    carried: tuple[tuple[Carried, ...], ...] = ()  # by rank: what its link carries, where that was predicted
 
     @classmethod
     def measured(

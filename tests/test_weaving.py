@@ -252,6 +252,23 @@ def test_a_plain_action_computes_beside_its_own_collectives(members: Any):
     )
 
 
+def test_the_simulator_takes_a_woven_actions_time_from_its_weave(members: Any, tmp_path: Any):
+    pipe = pipe_of(mixing(members), "Overlapped1F1B", 1, 1, fpipe.local(1))
+    plan = pipe.plan(parameters(1), torch.ones(24, WIDTH), torch.ones(24, WIDTH))
+    line = pipe.schedule(6).simulate(plan.costs)
+    fused = next(s for s in line if str(s.action) == "(0F1;0B0)OVERLAP_F_B")
+    made = plan[0].weaves["(0F1;0B0)OVERLAP_F_B"]
+    assert fused.end - fused.start == pytest.approx(made.total / 1e3)
+    assert made.total < made.one_after_another
+    carried = [each for each in line.carried[0] if fused.start <= each.start < fused.end]
+    assert len(carried) == 4
+    assert sum(each.end - each.start for each in carried) == pytest.approx(made.communication / 1e3)
+    assert "link" in line.draw(100)
+    for kind in ("svg", "json"):
+        line.save(tmp_path / f"line.{kind}")
+        assert "all_to_all_single over" in (tmp_path / f"line.{kind}").read_text()
+
+
 # ---- one order of collectives ---------------------------------------------------------------------------------------
 def sign(letter: str, number: int, told: str = "float32[2 axes]") -> tuple[str, int, str, str]:
     return letter, number, "all_to_all_single", told

@@ -88,6 +88,7 @@ def page(scenes: Sequence[Scene]) -> Page:
             shapes.append(Text(frame.left + frame.width + 12, middle, words.figures_of(lane, scene), 11, FAINT))
             shapes.append(Rect(frame.left, y, frame.width, frame.lane, IDLE))
             shapes += _lane(lane, scene, frame, y)
+            shapes += _link(lane, frame, y)
             y += frame.lane + GAP
         y += 18
     shapes += _legend(scenes, frame.left, y)
@@ -148,6 +149,13 @@ def _lane(lane: Lane, scene: Scene, frame: _Frame, y: float) -> Iterator[Shape]:
             size = min(frame.size, height - 2)
             if label and size >= 6.5 and width(label, size) <= long:
                 yield Text(x + long / 2, top + height / 2 + 0.36 * size, label, size, ink(ground), "middle")
+
+
+def _link(lane: Lane, frame: _Frame, y: float) -> Iterator[Shape]:
+    """A thin strip at the foot of a lane: what its link carries."""
+    for start, end, what in lane.carried:
+        hint = what if frame.hints else ""
+        yield Rect(frame.left + start * frame.scale, y + frame.lane - 3, (end - start) * frame.scale, 3, INK, hint)
 
 
 def _hint(bar: Bar, scene: Scene) -> str:

@@ -78,6 +78,7 @@ class Lane(NamedTuple):
     bubble: float
     peak: float
     curve: tuple[tuple[float, float], ...]  # (time, held from then on)
+    carried: tuple[tuple[float, float, str], ...] = ()  # (start, end, what) of what its link carries, where it is known
 
 
 @dataclass(frozen=True)
@@ -196,12 +197,15 @@ def _scene(timeline: Drawable, spans: Sequence[Sequence[DrawnSpan]], unit: str, 
     first, last = _extent(spans)
     shade_of, shades = _shading([tuple(span.action for span in lane) for lane in spans])
     curves = [_steps(timeline.curve(rank)) for rank in range(timeline.ranks)]
+    links: Sequence[Sequence[tuple[float, float, str]]] = getattr(timeline, "carried", ()) or [()] * timeline.ranks
     lanes = []
-    for lane, curve in zip(spans, curves, strict=True):
+    for lane, curve, link in zip(spans, curves, links, strict=True):
         bubble = 1 - sum(span.end - span.start for span in lane) / timeline.span if timeline.span else 0.0
         held = tuple(((time - first) * factor, amount) for time, amount in curve)
         peak = max((amount for _, amount in curve), default=0.0)
-        lanes.append(Lane(tuple(_bars(timeline, lane, first, factor, shade_of)), max(bubble, 0.0), peak, held))
+        carried = tuple(((start - first) * factor, (end - first) * factor, what) for start, end, what in link)
+        bars = tuple(_bars(timeline, lane, first, factor, shade_of))
+        lanes.append(Lane(bars, max(bubble, 0.0), peak, held, carried))
     return Scene(
         name=timeline.name,
         lanes=tuple(lanes),

@@ -56,6 +56,10 @@ def paint(scenes: Sequence[Scene], width: int, colour: int) -> str:
                 lines.append(_axis(plan, first, stop))
             for rank, row in enumerate(cells):
                 lines.append(_label(rank, plan) + _ansi(row[first:stop], colour))
+                if scene.lanes[rank].carried:
+                    lines.append(
+                        "  link".ljust(plan.margin)[: plan.margin] + _link(scene.lanes[rank], plan, first, stop)
+                    )
     lines.append("")
     for scene in scenes:
         told = (f"{scene.name or 'schedule'}: " if len(scenes) > 1 else "") + words.figures(scene)
@@ -126,6 +130,15 @@ def _row(lane: Lane, scene: Scene, plan: _Plan, colour: bool) -> list[Cell]:
                 label = label.lower() if shade % 2 and plan.detail < 3 else label
                 row[a:b] = _plain(label, a, b, " " if part is parts[-1] else "&", plan.columns)
     return row
+
+
+def _link(lane: Lane, plan: _Plan, first: int, stop: int) -> str:
+    """What a rank's link carries, under its lane."""
+    row = [" "] * (plan.columns * plan.panels + 1)
+    for start, end, _ in lane.carried:
+        a, b = round(start * plan.scale), min(max(round(end * plan.scale), round(start * plan.scale) + 1), len(row))
+        row[a:b] = ">" * (b - a)
+    return "".join(row[first:stop])
 
 
 def _piece(a: int, b: int, columns: int) -> tuple[int, int]:

@@ -61,6 +61,13 @@ def _events(pid: int, scene: Scene) -> Iterator[dict[str, Any]]:
             name = ";".join(map(str, bar.action.parts))
             time = {"ts": bar.start * scale, "dur": (bar.end - bar.start) * scale}
             yield {"ph": "X", **where, **time, "name": name, "cat": ops, "args": args}
+        if lane.carried:
+            told = {"pid": pid, "tid": len(scene.lanes) + rank}
+            yield {"ph": "M", **told, "name": "thread_name", "args": {"name": f"rank {rank} link"}}
+            yield {"ph": "M", **told, "name": "thread_sort_index", "args": {"sort_index": rank}}
+        for start, end, what in lane.carried:
+            told = {"pid": pid, "tid": len(scene.lanes) + rank, "ts": start * scale, "dur": (end - start) * scale}
+            yield {"ph": "X", **told, "name": what, "cat": "link", "args": {}}
         for at, amount in lane.curve:
             yield {"ph": "C", "pid": pid, "ts": at * scale, "name": f"rank {rank} holds", "args": {"held": amount}}
 
@@ -91,6 +98,7 @@ class Recorded:
     lanes: tuple[tuple[_Span, ...], ...]
     waits: dict[tuple[int, int], _Wait]
     curves: tuple[tuple[tuple[float, float], ...], ...]
+    carried: tuple[tuple[tuple[float, float, str], ...], ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -135,10 +143,14 @@ def _recorded(pid: int, told: dict[str, Any], events: list[dict[str, Any]]) -> R
     lanes: list[list[_Span]] = [[] for _ in range(ranks)]
     curves: list[list[tuple[float, float]]] = [[] for _ in range(ranks)]
     waits: dict[tuple[int, int], _Wait] = {}
+    links: list[list[tuple[float, float, str]]] = [[] for _ in range(ranks)]
     for event in events:
         if event["pid"] != pid:
             continue
-        if event["ph"] == "X":
+        if event["ph"] == "X" and event["cat"] == "link":
+            start = event["ts"] / scale
+            links[event["tid"] - ranks].append((start, start + event["dur"] / scale, event["name"]))
+        elif event["ph"] == "X":
             rank, args = event["tid"], event["args"]
             lane, start = lanes[rank], event["ts"] / scale
             if args:
@@ -148,7 +160,7 @@ def _recorded(pid: int, told: dict[str, Any], events: list[dict[str, Any]]) -> R
             curves[int(event["name"].split()[1])].append((event["ts"] / scale, event["args"]["held"]))
     if any(wait.position >= len(lanes[wait.rank]) for wait in waits.values()):
         raise ValueError("an action waits for one that is not there")
-    rows = tuple(map(tuple, lanes)), waits, tuple(map(tuple, curves))
+    rows = tuple(map(tuple, lanes)), waits, tuple(map(tuple, curves)), tuple(map(tuple, links))
     return Recorded(told["name"], told["unit"], told["span"], told["bubble"], *rows)
 
 
