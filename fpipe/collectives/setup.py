@@ -54,8 +54,9 @@ def init(
     started = dist.is_initialized()
     if not started and not _launched():
         if dp * tp != 1:
+            asked = f"dp={dp}" + (f" x tp={tp}" if tp != 1 else "")
             needed = dp * tp * (pp or 1)
-            raise GroupError(f"dp={dp}, tp={tp} needs {needed} processes and there is one; start them with torchrun")
+            raise GroupError(f"{asked} needs {needed} processes and there is one; start them with torchrun")
         return local(devices=[pick(device)] * (pp or 1))
     where = pick(device, int(os.environ.get("LOCAL_RANK", "0")))
     if not started:
