@@ -101,9 +101,7 @@ def _tell(settings: Settings, outcome: Outcome, out: Path, console: Console) -> 
         f"Largest difference of its gradients from a single process: [bold {'green' if good else 'red'}]"
         f"{found.largest:g}[/]  ({found.tensors} tensors, {found.numbers:,} numbers; loss {found.loss:g})"
     )
-    if not outcome.timelines:
-        return 0
-    page = write(settings, outcome.timelines[-1], out)
+    page = write(outcome.measured, out)
     console.print(f"Simulated and measured timeline, one over the other: [bold]{page}[/bold]")
     console.print("\nThree things to try next:")
     for line, why in _next(settings, out):

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,7 +18,6 @@ from torch import Tensor
 
 from .. import pictures, tree
 from .._launch import launch
-from ..simulate import Costs
 from ..timeline import Timeline
 from .gpt import cross_entropy
 from .rank import Kept, Measured, Ready, Settings, Step, work
@@ -43,34 +41,34 @@ class Listener(Protocol):
 
 
 class Outcome(NamedTuple):
-    """All stages of the last step, put together from the ranks; ``timelines`` are the measured ones, in order."""
+    """All stages of the last step, put together from the ranks, and that step measured and simulated."""
 
     before: list[Any]
     grads: list[Any]
     after: list[Any]
     losses: list[float]  #: by rank; they are one number
-    timelines: list[Timeline]
+    measured: Measured
 
 
 def conduct(settings: Settings, listener: Listener) -> Outcome:
     """Train on processes of this machine."""
-    timelines: list[Timeline] = []
-    with _listening(listener, timelines) as wire:
+    measured: list[Measured] = []
+    with _listening(listener, measured) as wire:
         kept = launch(work, settings, wire, ranks=settings.schedule.ranks)
-    return together(kept, timelines)
+    return together(kept, measured[-1])
 
 
-def together(kept: Sequence[Kept], timelines: list[Timeline]) -> Outcome:
+def together(kept: Sequence[Kept], measured: Measured) -> Outcome:
     """Every stage from a rank that holds it."""
     whole = [
         [next(part for part in parts if part is not None) for parts in zip(*lists, strict=True)]
         for lists in zip(*((k.before, k.grads, k.after) for k in kept), strict=True)
     ]
-    return Outcome(whole[0], whole[1], whole[2], [k.loss for k in kept], timelines)
+    return Outcome(whole[0], whole[1], whole[2], [k.loss for k in kept], measured)
 
 
 @contextmanager
-def _listening(listener: Listener, timelines: list[Timeline]) -> Iterator[Connection]:
+def _listening(listener: Listener, measured: list[Measured]) -> Iterator[Connection]:
     """A wire for rank 0; what comes in is passed on by a thread, so that the ranks can be waited for."""
     ours, theirs = Pipe(duplex=False)
 
@@ -85,7 +83,7 @@ def _listening(listener: Listener, timelines: list[Timeline]) -> Iterator[Connec
             elif isinstance(report, Step):
                 listener.step(report)
             elif isinstance(report, Measured):
-                timelines.append(report.timeline)
+                measured.append(report)
                 listener.measured(report.number, report.timeline)
 
     thread = threading.Thread(target=listen, name="fpipe-train-reports", daemon=True)
@@ -118,37 +116,15 @@ def verdict(settings: Settings, outcome: Outcome) -> Verdict:
     return Verdict(apart, len(ours), numbers, max(abs(mine - float(loss)) for mine in outcome.losses))
 
 
-def write(settings: Settings, measured: Timeline, out: Path) -> Path:
+def write(report: Measured, out: Path) -> Path:
     """The simulated and the measured timeline as one page, and each as a file for ``fpipe view``; the page's path."""
     out.mkdir(parents=True, exist_ok=True)
-    simulated = settings.schedule.simulate(costs_of(measured))
-    for name, timeline in (("simulated", simulated), ("measured", measured)):
-        timeline.save(out / f"{name}.json")
+    both = [timeline for timeline in (report.simulated, report.timeline) if timeline is not None]
+    for timeline in both:
+        timeline.save(out / f"{timeline.name}.json")
     page = out / "timeline.html"
-    pictures.save([simulated, measured], page)
+    pictures.save(both, page)
     return page
-
-
-def costs_of(measured: Timeline) -> Costs:
-    """What actions took, the middle one of each stage and kind; messages are taken to be free.
-
-    >>> from fpipe.actions import Action
-    >>> spans = [(0, Action(0, "F", 0), 0.0, 2.0), (0, Action(0, "B", 0), 2.0, 5.0)]
-    >>> costs_of(Timeline.measured(spans))
-    Costs(F=(2.0,), I=(0.0,), W=(0.0,), B=(3.0,), unit='s')
-    """
-    times: dict[tuple[str, int], list[float]] = {}
-    for span in measured:
-        first = span.action.parts[0]
-        kind = first.op if len(span.action.parts) == 1 else "overlap"
-        times.setdefault((kind, first.stage), []).append(span.end - span.start)
-    stages = range(measured.placement.stages)
-    found = {
-        kind: [median(times.get((kind, stage), [0.0])) for stage in stages]
-        for kind in ("F", "I", "W", "B", "overlap")
-        if any((kind, stage) in times for stage in stages) or kind in "FIW"
-    }
-    return Costs(**found, unit=measured.unit)
 
 
 def sample(settings: Settings, params: Sequence[Any], start: str, count: int) -> str:

@@ -15,6 +15,7 @@ import torch
 from .. import tree
 from .._pipeline import Pipeline, pipeline, value_and_grad
 from ..collectives.setup import init
+from ..profiling import profile
 from ..schedule import Schedule
 from ..timeline import Timeline
 from ..transforms import adamw, apply_updates, chain, clip_by_global_norm
@@ -73,10 +74,11 @@ class Step(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A step was measured."""
+    """A step was measured; the last one is simulated too, by what all the measured ones cost."""
 
     number: int
     timeline: Timeline
+    simulated: Timeline | None
 
 
 class Kept(NamedTuple):
@@ -100,18 +102,23 @@ def work(settings: Settings, wire: Connection | None) -> Kept:
 
 
 def _train(settings: Settings, pipe: Pipeline, text: Text, params: list[Any], tell: Any) -> Kept:
-    step_of = value_and_grad(pipe)
+    plainly = value_and_grad(pipe)
+    clocked = profile(plainly)
     rules = chain(clip_by_global_norm(1.0, over=pipe), adamw(settings.rate_at, weight_decay=0.01))
     state = rules.init(params)
     kept = None
     for number in range(settings.steps):
         x, following = settings.batch(text, number)
         before, start = params, time.perf_counter()
-        loss, grads = step_of(params, x, following)
+        measured = settings.measured(number)
+        loss, grads = (clocked if measured else plainly)(params, x, following)
         updates, state = rules.update(grads, state, params)
         params = apply_updates(params, updates)
         tell(Step(number, float(loss), x.numel(), time.perf_counter() - start))
-        if number == settings.steps - 1:
+        last = number == settings.steps - 1
+        if measured:
+            tell(Measured(number, clocked.timeline, clocked.simulated if last else None))
+        if last:
             kept = Kept(float(loss), before, grads, params)
     assert kept is not None, "a run has one step at least"
     return kept

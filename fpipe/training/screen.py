@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -17,7 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from .. import pictures
+from ..pictures._colours import WORDS, fill
+from ..timeline import Timeline
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -40,7 +41,7 @@ class Screen:
         self.console, self.title, self.steps = console, title, steps
         self.losses: list[float] = []
         self.speeds: list[float] = []
-        self.lanes: Any = None
+        self.lanes: Timeline | None = None
         self.lanes_of = 0
         self.bar = Progress(
             TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -75,7 +76,7 @@ class Screen:
         if not self.console.is_terminal and (last or done.number % max(self.steps // 10, 1) == 0):
             self.console.print(f"step {done.number + 1:4d}   loss {done.loss:.4f}   {self._speed():7,.0f} tokens/s")
 
-    def measured(self, number: int, timeline: pictures.Drawable) -> None:
+    def measured(self, number: int, timeline: Timeline) -> None:
         """A step was measured."""
         self.lanes, self.lanes_of = timeline, number
 
@@ -85,8 +86,10 @@ class Screen:
         inside = max(self.console.width - 4, 20)
         parts: list[RenderableType] = [self.bar, self._figures(inside)]
         if self.lanes is not None:
-            drawn = pictures.draw(self.lanes, width=inside, color=bool(self.console.color_system))
-            parts += [Text(), Text.from_ansi(drawn.rstrip("\n"), no_wrap=True)]
+            title = (
+                f"step {self.lanes_of + 1} as it ran: {1e3 * self.lanes.total:.0f} ms, bubble {self.lanes.bubble:.0%}"
+            )
+            parts += [Text(), Text(title, style="dim"), lanes(self.lanes, inside)]
         return Panel(Group(*parts), title=f"[bold]fpipe train[/bold]  {self.title}", title_align="left")
 
     def _figures(self, width: int) -> RenderableType:
@@ -104,6 +107,37 @@ class Screen:
         """The middle one of the last few: the first step makes the programs."""
         recent = sorted(self.speeds[-15:])
         return recent[len(recent) // 2]
+
+
+def lanes(timeline: Timeline, width: int) -> Text:
+    """A timeline in one line per rank, and what the colours mean; a rank's later stages are paler.
+
+    >>> from fpipe.schedule import Schedule
+    >>> print(lanes(Schedule.parse("[0F0, 0B0]").simulate(), 20).plain)
+    rank 0  FFFFBBBBBBBB
+    F forward   B backward
+    """
+    columns, picture, seen = max(width - 8, 8), Text(no_wrap=True), set[str]()
+    for rank in range(timeline.ranks):
+        picture.append(f"rank {rank:<2} ", style="dim")
+        held = timeline.placement.stages_of(rank)
+        row = [(" ", "")] * columns
+        for span in timeline.of_rank(rank):
+            first, last = ((t - timeline.start) / timeline.total * columns for t in (span.start, span.end))
+            parts = span.action.parts
+            for column in range(int(first), min(max(round(last), int(first) + 1), columns)):
+                part = parts[column % len(parts)]  # a fused action shows both
+                ground = fill(part.op, held.index(part.stage), len(held))
+                row[column] = part.op, f"{ground} on {ground}"  # the letter is seen where colours are not
+                seen.add(part.op)
+        for letter, style in row:
+            picture.append(letter, style=style)
+        picture.append("\n")
+    for op in sorted(seen, key="FBIW".index):
+        picture.append(op, style=f"on {fill(op, 0, 1)}")
+        picture.append(f" {WORDS[op]}   ")
+    picture.rstrip()
+    return picture
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
