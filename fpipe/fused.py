@@ -87,6 +87,8 @@ class Fusing:
             self._joint(action)
             return True
         made = self._woven(lines, pieces)
+        if len(lines) == 1 and made.total >= made.one_after_another:
+            return False  # there is nothing that it could do meanwhile
         self.weaves[str(action)] = made
         ends = _Ends(self.low, action, pieces)
         for number in made.order:

@@ -37,9 +37,9 @@ def weave(
 
 class _State(NamedTuple):
     score: int  # no order that begins so can end before
+    peak: int
     clock: int
     line_free: int
-    peak: int
     order: tuple[int, ...]
     done: int
     live: int
@@ -69,7 +69,7 @@ class _Search:
     def best(self) -> tuple[int, ...]:
         """The best order found; one line after the other if nothing is better."""
         alone = tuple(range(len(self.tasks)))
-        beam = [_State(0, 0, 0, self.memory.first, (), 0, self.memory.first, ())]
+        beam = [_State(0, self.memory.first, 0, 0, (), 0, self.memory.first, ())]
         for _ in self.tasks:
             following = [state for old in beam for state in self._following(old)]
             beam = self._pruned(following)
@@ -98,7 +98,7 @@ class _Search:
                 continue
             done = old.done | 1 << number
             score = self._score([k for k in left if k != number], clock, line_free, now)
-            yield _State(score, clock, line_free, max(old.peak, during), (*old.order, number), done, live,
+            yield _State(score, max(old.peak, during), clock, line_free, (*old.order, number), done, live,
                          tuple(now.items()))  # fmt: skip
 
     def _score(self, left: Sequence[int], clock: int, line_free: int, arrive: Mapping[Hashable, int]) -> int:

@@ -18,6 +18,7 @@ from fpipe.ordering import Starts, conflicts
 from fpipe.segments import segments_of
 from fpipe.weaver import weave
 from fpipe.weaving import Memory, Task, Transfer, Weave, by_hand, play
+from test_memory import measure
 from woven_stages import WIDTH, many, mixing, parameters, squared
 
 
@@ -250,6 +251,21 @@ def test_a_plain_action_computes_beside_its_own_collectives(members: Any):
         .plan(parameters(1), torch.ones(24, WIDTH), torch.ones(24, WIDTH))[0]
         .weaves
     )
+
+
+@pytest.mark.parametrize(("name", "stages"), [("DualPipeV", 2), ("Overlapped1F1B", 1)])
+def test_a_woven_step_holds_what_its_plan_says_and_no_more_than_what_is_in_flight_besides(
+    members: Any, name: str, stages: int
+):
+    params, x = parameters(stages), torch.ones(6 * 512, WIDTH)
+    foretold = {}
+    for how in ("sequential", "weave"):
+        pipe = pipe_of(mixing(members), name, 1, stages, fpipe.local(1), how)
+        foretold[how] = pipe.plan(params, x, x).peak[0]
+        held = measure(lambda pipe=pipe: fpipe.value_and_grad(pipe)(params, x, x))
+        assert abs(foretold[how] / held - 1) < 0.02, how
+    part = 512 * WIDTH * 4
+    assert foretold["weave"] <= foretold["sequential"] + 2 * 2 * part  # of each side one: what goes and what comes
 
 
 def test_the_simulator_takes_a_woven_actions_time_from_its_weave(members: Any, tmp_path: Any):
