@@ -1,4 +1,4 @@
-"""``fpipe.launch``: one function on several processes of this machine, for notebooks and scripts.
+"""``fpipe.launch``: one function on several processes of this machine or of a Ray cluster.
 
 Sets the environment that torchrun would set, brings the results back by rank, raises the first failure with that
 rank's traceback and ends the others. Knows nothing of what the function does.
@@ -13,15 +13,14 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from .errors import LaunchError, PeerError, StalledError
-
-_GRACE = 2.0  #: seconds in which the others may say what they saw, and then in which they may end by themselves
+from ._outcome import GRACE, Report, call, environment, raise_first, store
+from ._ray import launch as on_ray
+from .errors import LaunchError
 
 
 def launch(
@@ -31,6 +30,7 @@ def launch(
     timeout: float | None = None,
     start: str | None = None,
     env: dict[str, str] | None = None,
+    on: str = "processes",
 ) -> list[Any]:
     """Run ``fn(*args)`` on ``ranks`` processes of this machine; what each returned, by rank.
 
@@ -38,6 +38,9 @@ def launch(
     of multiprocessing: a script's function is imported anew in each process (keep the call under ``if __name__ ==
     "__main__"``), a notebook's is forked. ``timeout`` bounds the whole run, in seconds; ``env`` is added to the
     environment of each process.
+
+    ``on="ray"`` takes one actor of a Ray cluster for each rank instead, each with an accelerator where the cluster has
+    some (``"ray:NPU"``, ``"ray:CPU"`` name what each shall have); it needs ``pip install fpipe[ray]``.
 
     .. code-block:: python
 
@@ -48,12 +51,19 @@ def launch(
     """
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise LaunchError(f"ranks={ranks!r}; give a whole number of processes, 1 at least")
+    kind, _, resource = on.partition(":")
+    if kind == "ray" and start is None:
+        return on_ray(fn, args, ranks, timeout, env or {}, resource or None)
+    if on != "processes":
+        raise LaunchError(f"on={on!r} with start={start!r}; give on='processes', or on='ray' without start=")
     context = _context(start)
-    store = _store()  # kept by this process, so that it outlives every rank
+    kept = store("127.0.0.1")
     children: list[_Child] = []
     try:
         for rank in range(ranks):
-            children.append(_start(context, fn, args, _environment(rank, ranks, store.port, env or {})))
+            children.append(
+                _start(context, fn, args, {**environment(rank, ranks, "127.0.0.1", kept.port), **(env or {})})
+            )
         return _collect(children, timeout)
     finally:
         _end(children)
@@ -63,26 +73,21 @@ def launch(
 class _Child:
     process: Any
     pipe: Connection
-    report: _Report | None = None
+    report: Report | None = None
 
     def read(self) -> None:
         """Take its report, or find that it ended without one."""
         try:
             self.report = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
-            self.process.join(_GRACE)
-            self.report = _Report(died=True, when=time.time())
+            self.process.join(GRACE)
+            self.report = Report(how=_how(self.process.exitcode), when=time.time())
         except Exception as error:  # what it returned or raised cannot be read here
-            self.report = _Report(text=f"what it sent cannot be read here: {error!r}", when=time.time())
+            self.report = Report(text=f"what it sent cannot be read here: {error!r}", when=time.time())
 
 
-@dataclass
-class _Report:
-    ok: bool = False
-    value: Any = None
-    text: str = ""
-    when: float = 0.0
-    died: bool = False
+def _how(code: int | None) -> str:
+    return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
 
 
 def _context(start: str | None) -> Any:
@@ -97,26 +102,6 @@ def _context(start: str | None) -> Any:
     if start == "forkserver":
         context.set_forkserver_preload(["torch", "torch.distributed", "fpipe.collectives.setup"])
     return context
-
-
-def _store() -> Any:
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # slow, and only needed here
-
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-def _environment(rank: int, ranks: int, port: int, more: dict[str, str]) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there: rank 0 must not start one
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        **more,
-    }
 
 
 def _start(context: Any, fn: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str]) -> _Child:
@@ -139,20 +124,7 @@ def _run(pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...], env: d
     os.environ.update(env)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, name="fpipe-parent", daemon=True).start()
-    try:
-        report = _Report(ok=True, value=fn(*args))
-    except BaseException as error:
-        report = _Report(value=error, text=traceback.format_exc())
-    report.when = time.time()
-    try:
-        raw = pickle.dumps(report)
-        pickle.loads(raw)
-    except Exception as error:
-        text = (
-            f"what rank {env['RANK']} returned cannot be sent to another process: {error}" if report.ok else report.text
-        )
-        raw = pickle.dumps(_Report(text=text, when=report.when))
-    pipe.send_bytes(raw)
+    pipe.send_bytes(call(fn, args, int(env["RANK"])))
     pipe.close()
 
 
@@ -170,7 +142,7 @@ def _collect(children: list[_Child], timeout: float | None) -> list[Any]:
     while any(child.report is None for child in children):
         left = None if deadline is None else deadline - time.monotonic()
         if failed_at is not None:
-            left = failed_at + _GRACE - time.monotonic()
+            left = failed_at + GRACE - time.monotonic()
         if left is not None and left <= 0:
             break
         pending = {child.pipe: child for child in children if child.report is None}
@@ -179,40 +151,18 @@ def _collect(children: list[_Child], timeout: float | None) -> list[Any]:
             child.read()
             if failed_at is None and child.report is not None and not child.report.ok:
                 failed_at = time.monotonic()
-    failures = [(rank, child) for rank, child in enumerate(children) if child.report and not child.report.ok]
-    if failures:
-        _raise_first(failures)
+    raise_first({rank: child.report for rank, child in enumerate(children) if child.report is not None})
     late = [rank for rank, child in enumerate(children) if child.report is None]
     if late:
         raise LaunchError(f"ranks {late} were not done after timeout={timeout:g} seconds; all were ended")
     return [child.report.value for child in children if child.report is not None]
 
 
-def _raise_first(failures: list[tuple[int, _Child]]) -> None:
-    """The cause before its consequences: who died, then who raised, then who lost a peer."""
-
-    def order(item: tuple[int, _Child]) -> tuple[int, float]:
-        report = item[1].report
-        assert report is not None
-        return (0 if report.died else 2 if isinstance(report.value, (PeerError, StalledError)) else 1), report.when
-
-    rank, child = min(failures, key=order)
-    report = child.report
-    assert report is not None
-    if report.died:
-        code = child.process.exitcode
-        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-        raise LaunchError(f"rank {rank} ended by {how} before it was done; its own output says more")
-    if isinstance(report.value, BaseException):
-        raise report.value from LaunchError(f"on rank {rank}:\n\n{report.text}")
-    raise LaunchError(f"on rank {rank}: {report.text}")
-
-
 def _end(children: list[_Child]) -> None:
     for child in children:
         if child.report is None and child.process.is_alive():
             child.process.terminate()
-    deadline = time.monotonic() + _GRACE
+    deadline = time.monotonic() + GRACE
     for child in children:
         child.process.join(max(0.1, deadline - time.monotonic()))
         if child.process.is_alive():  # stopped, or deaf
