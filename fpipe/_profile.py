@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from .errors import FpipeError, ScheduleError, StageError
+from .errors import ScheduleError, StageError
 from .generators import make_schedule
 from .schedule import Schedule
 from .simulate import Costs
@@ -53,12 +53,14 @@ def profile(
     for path in picture:
         if Path(path).suffix.lower() not in (".html", ".svg", ".png", ".json", ".txt"):
             raise click.BadParameter(f"{path}: give .html, .svg, .png, .json or .txt", param_hint="--picture")
+    if model is not None and not Path(model.rpartition(":")[0]).is_file():
+        raise click.BadParameter(f"{model}: there is no such file; give FILE.py:FUNCTION", param_hint="--model")
     from . import pictures  # here and below: torch takes its time
     from ._launch import launch
     from .profiling import table
 
     make: Any = (model, width, tokens, blocks)
-    found = launch(_on_rank, schedule, make, steps, ranks=schedule.ranks, start="spawn")[0]
+    found = launch(_on_rank, schedule, make, steps, ranks=schedule.ranks)[0]
     price, real, simulated, wall = found
     click.echo(f"{schedule!r}, {schedule.ranks} processes, medians of {steps} steps\n\n{table(price)}\n")
     click.echo(
@@ -146,9 +148,9 @@ def _blocks(group: Any, schedule: Schedule, width: int, tokens: int, blocks: int
 def _users(where: str) -> Callable[..., Any]:
     """The function that --model names."""
     file, _, name = where.rpartition(":")
-    spec = importlib.util.spec_from_file_location("fpipe_profiled", file) if Path(file).is_file() else None
+    spec = importlib.util.spec_from_file_location("fpipe_profiled", file)
     if spec is None or spec.loader is None:
-        raise FpipeError(f"--model {where}: there is no file {file!r}; give FILE.py:FUNCTION")
+        raise StageError(f"--model {where}: {file} is no Python file; give FILE.py:FUNCTION")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     made = getattr(module, name, None)

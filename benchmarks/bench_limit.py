@@ -1,0 +1,199 @@
+"""How close a step comes to its limit, and to what is foretold of it: one process a rank, over gloo.
+
+The limit is the simulator's makespan with the times of the programs alone, every rank running its own at once, and the
+time of a message between two ranks that do nothing else. What is foretold is the makespan by a profile
+(``fpipe.measure_costs``). All of it is measured in turn, round by round; medians.
+
+    python -m benchmarks.bench_limit [--sizes small medium] [--rounds 15] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import fpipe
+from benchmarks.bench_torch import SCHEDULES, SIZES, make, square, stage
+from fpipe.calls import Call
+from fpipe.plan import spec_of
+from fpipe.profiling import Measuring, whole
+from fpipe.run import WATCH
+
+MESSAGES = 20
+
+
+class Alone:
+    """The programs of the stages here on the values of a real step, with nothing around them."""
+
+    def __init__(self, pipe: fpipe.Pipeline, params: Any, x: Any, t: Any):
+        plain = pipe.under(whole(pipe.schedule(x.shape[0])))
+        call = Call(plain, params, x, (t,), {}, mode="grad")
+        (job,) = call.resolved().job.values()
+        self.kinds, self.top = job.kinds[0], pipe.stages - 1
+        self.values: dict[int, dict[str, Any]] = {}
+        self.times: dict[tuple[str, int], list[float]] = {}
+        before = WATCH.set(self._watch)
+        try:
+            call.value_and_grad()
+        finally:
+            WATCH.reset(before)
+
+    def _watch(self, bound: Any, steps: Sequence[Any], first: int) -> Sequence[Any]:
+        return [self._noting(step, ins) for step, ins in zip(steps, bound.plan.instructions, strict=True)]
+
+    def _noting(self, step: Callable[[Any], Any], ins: Any) -> Callable[[Any], Any]:
+        """Keep what programs of the first microbatch read."""
+        if ins.program is None or ins.action.microbatch:
+            return step
+        loss = self.kinds.loss
+        index = self.top + 1 if loss is not None and ins.program in (loss.f, loss.b) else ins.action.stage
+
+        def noting(r: Any) -> Any:
+            known = self.values.setdefault(index, {})
+            known.update(zip(ins.program.inputs, [r[slot] for slot in ins.reads], strict=True))
+            return step(r)
+
+        return noting
+
+    def round(self) -> None:
+        """Run every program once or twice, as a step would: F, B, then F, I, W."""
+        loss, top = self.kinds.loss, self.top + 1
+        for index, own in self.kinds.programs.items():
+            last = index == self.top and loss is not None
+            for letters in ("FB", "FIW"):
+                took = dict.fromkeys(letters, 0.0)
+                took["F"] += self._run(own, own.f, index)
+                if last:
+                    took["F"] += self._run(loss, loss.f, top)
+                    took[letters[1]] += self._run(loss, loss.b, top)
+                for letter in letters[1:]:
+                    took[letter] += self._run(own, own.i if letter == "I" else own.adding(letter), index)
+                for letter, seconds in took.items():
+                    self.times.setdefault((letter, index), []).append(seconds)
+
+    def _run(self, own: Any, program: Any, index: int) -> float:
+        known = self.values[index]
+        for name in program.inputs:
+            if name not in known and name[0] == "g" and name[1:].isdigit():
+                known[name] = torch.zeros_like(known[f"p{name[1:]}"])
+        box = [known[name] for name in program.inputs]
+        start = time.perf_counter()
+        out = program.run(box)
+        took = time.perf_counter() - start
+        known.update(zip(program.outputs, out, strict=True))
+        return took
+
+
+def one_way(group: Any, rank: int, pair: tuple[int, int], spec: Any) -> float | None:
+    """Half the time there and back of a message between two ranks, the median; on the first of them."""
+    a, b = pair
+    tensor, times = torch.zeros(spec.shape, dtype=spec.dtype), []
+    group.barrier()
+    for _ in range(MESSAGES):
+        if rank == a:
+            start = time.perf_counter()
+            group.send((tensor,), a, b, (spec,))
+            group.recv((spec,), b, a).wait()
+            times.append((time.perf_counter() - start) / 2)
+        elif rank == b:
+            group.recv((spec,), a, b).wait()
+            group.send((tensor,), b, a, (spec,))
+    group.flush()
+    return statistics.median(times) if times else None
+
+
+def rank_main(names: list[str], size: str, microbatches: int, rounds: int) -> list[dict[str, Any]]:
+    """In each process: a row for every schedule."""
+    torch.set_num_threads(1)
+    group = fpipe.init(device="cpu")
+    return [measure(name, group, size, microbatches, rounds) for name in names]
+
+
+def measure(name: str, group: Any, size: str, microbatches: int, rounds: int) -> dict[str, Any]:
+    """One schedule."""
+    width, tokens, blocks = SIZES[size]
+    count = group.size * SCHEDULES[name][1]
+    rank = group.rank
+    params = make(count, width, blocks)
+    x, t = torch.randn(microbatches, tokens, width), torch.randn(microbatches, tokens, width)
+    pipe = fpipe.pipeline([stage] * count, name, loss=square, microbatches=microbatches, group=group)
+    placed = pipe.place(params)
+    step = fpipe.value_and_grad(pipe)
+    step(placed, x, t)
+    alone, measuring = Alone(pipe, placed, x, t), Measuring(pipe, placed, x, t)
+    profiled = fpipe.profile(step, name=name)
+    resolved = Call(pipe, placed, x, (t,), {}, mode="grad").resolved()
+    spec = spec_of(resolved.faces[0][0].y_avals[0])
+    walls, totals, ways = [], [], []
+    for _ in range(rounds):
+        group.barrier()
+        start = time.perf_counter()
+        step(placed, x, t)
+        walls.append(time.perf_counter() - start)
+        profiled(placed, x, t)
+        totals.append(profiled.timeline.total)
+        measuring.step()
+        with torch.no_grad():
+            for _ in range(2):
+                group.barrier()
+                alone.round()
+        ways += [one_way(group, rank, (0, 1), spec) or 0.0]
+    return rows(name, size, pipe, group, walls, totals, ways, alone, measuring, profiled)
+
+
+def rows(
+    name: str, size: str, pipe: Any, group: Any, walls: list[float], totals: list[float], ways: list[float],
+    alone: Alone, measuring: Measuring, profiled: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """The figures of one schedule, by all ranks' times."""
+    told = group.gather_objects((walls, {key: statistics.median(times) for key, times in alone.times.items()}, ways))
+    by_op = {key: value for _, times, _ in told for key, value in times.items()}
+    stages = range(pipe.stages)
+    programs = {op: tuple(by_op[op, index] for index in stages) for op in "FBIW"}
+    bare = fpipe.Costs(**programs, comm=statistics.median(told[0][2]), unit="s")
+    price = measuring.costs()
+    wall = statistics.median(map(max, zip(*(walls for walls, _, _ in told), strict=True)))
+    limit, foretold = profiled.simulate(bare).total, profiled.simulate(price).total
+    total = statistics.median(totals)
+    return {
+        "schedule": name, "size": size, "ranks": group.size, "limit ms": 1e3 * limit, "step ms": 1e3 * wall,
+        "actions ms": 1e3 * total, "foretold ms": 1e3 * foretold, "step / limit": wall / limit,
+        "foretold / step": foretold / wall, "foretold / actions": foretold / total,
+        "message us": 1e6 * bare.comm, "costs": json.loads(price.to_json()), "programs": programs,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--sizes", nargs="*", default=list(SIZES))
+    parser.add_argument("--schedules", nargs="*", default=list(SCHEDULES))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    found = []
+    print(f"{'':7} {'schedule':22} {'limit ms':>9} {'step ms':>9} {'ratio':>6} {'foretold':>9} {'/ step':>7}"
+          f" {'/ actions':>9}")  # fmt: skip
+    for size in args.sizes:
+        for name in args.schedules:
+            (row, *_) = fpipe.launch(rank_main, [name], size, args.microbatches, args.rounds, ranks=args.ranks)
+            (r,) = row
+            found.append(r)
+            print(f"{size:7} {name:22} {r['limit ms']:9.2f} {r['step ms']:9.2f} {r['step / limit']:6.2f}"
+                  f" {r['foretold ms']:9.2f} {r['foretold / step']:7.1%} {r['foretold / actions']:9.1%}",
+                  flush=True)  # fmt: skip
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(found, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
