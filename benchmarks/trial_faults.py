@@ -1,0 +1,182 @@
+"""A rank killed, stopped or raising at random instructions of a step, under 4 processes: what every survivor is told.
+
+python benchmarks/trial_faults.py                  # 20 points each, seeded; a table, and exit code 1 where one failed
+python benchmarks/trial_faults.py --how stop --points 3
+
+Every survivor must raise within the time-out + 5 seconds of the fault, with an error that says what it waited for and
+leads to the rank that failed, what became of it and what it did last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import fpipe
+from fpipe._outcome import environment, store
+from fpipe.run import WATCH
+
+RANKS = 4
+SCHEDULES = ("1F1B", "ZBV", "Interleaved1F1B", "GPipe", "DualPipeV")
+#: what a survivor must have been told of a rank
+TOLD = {
+    "kill": r"[Rr]ank {0} is gone, and its last known action was \S+",
+    "stop": r"[Rr]ank {0} does not answer, and its last known action was \S+",
+    "raise": r"[Rr]ank {0} \(.+\) raised .*boo",
+}
+
+
+class Point(NamedTuple):
+    """Where a fault is to happen: of which rank, after which share of its instructions, in the third step."""
+
+    how: str
+    number: int
+    schedule: str
+    victim: int
+    share: float
+
+
+def block(p, x):
+    """A small residual block."""
+    return x + torch.tanh(x @ p) @ p
+
+
+def square(y, t):
+    """Mean squared error."""
+    return (y - t).square().mean()
+
+
+def rank_main(folder: str, point: Point, timeout: float, env: dict[str, str]) -> None:
+    """In one process: two steps, and one in which the victim meets its fate; a survivor writes what it was told."""
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    group = fpipe.init(timeout=timeout)
+    rank = group.here[0]
+    plan = fpipe.make_schedule(point.schedule, ranks=RANKS, microbatches=8)
+    pipe = fpipe.pipeline([block] * plan.stages, plan, loss=square, group=group)
+    params = pipe.place([torch.randn(8, 8) * 0.1 for _ in range(plan.stages)])
+    x = torch.randn(16, 8)
+    step = fpipe.value_and_grad(pipe)
+    try:
+        for number in range(1000):
+            if number == 2 and rank == point.victim:
+                WATCH.set(lambda bound, steps, first: _fated(steps, point, folder))
+            step(params, x, x)
+            time.sleep(0.15)  # the journals are written
+    except Exception as error:
+        told = {"when": time.time(), "kind": type(error).__name__, "text": str(error), "of": str(error.__cause__)}
+        Path(folder, f"told{rank}.new").write_text(json.dumps(told))
+        Path(folder, f"told{rank}.new").rename(Path(folder, f"told{rank}"))
+
+
+def _fated(steps: Sequence[Any], point: Point, folder: str) -> list[Any]:
+    """The steps of one rank, one of which is its last."""
+    at = int(point.share * len(steps))
+
+    def fate(r: Any) -> None:
+        Path(folder, "fault").write_text(json.dumps([time.time(), at, len(steps)]))
+        if point.how == "raise":
+            raise ValueError("boo")
+        os.kill(os.getpid(), signal.SIGKILL if point.how == "kill" else signal.SIGSTOP)
+
+    return [*steps[:at], fate, *steps[at + 1 :]]
+
+
+def trial(point: Point, timeout: float) -> tuple[bool, str]:
+    """Whether every survivor was told in time, and a line of the table."""
+    context = mp.get_context("forkserver")
+    kept = store("127.0.0.1")
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for rank in range(RANKS):
+            env = environment(rank, RANKS, "127.0.0.1", kept.port)
+            children.append(context.Process(target=rank_main, args=(folder, point, timeout, env), daemon=True))
+            children[-1].start()
+        survivors = [rank for rank in range(RANKS) if rank != point.victim]
+        end = time.monotonic() + 120 + 2 * timeout
+        begun = None
+        while time.monotonic() < end and not all(Path(folder, f"told{rank}").exists() for rank in survivors):
+            if begun is None and Path(folder, "fault").exists():
+                begun = time.monotonic()
+                end = begun + timeout + 10
+            if begun is None and all(child.exitcode is not None for child in children):
+                break
+            time.sleep(0.05)
+        for child in children:
+            child.kill()
+            child.join()
+        return _judge(point, timeout, Path(folder), survivors)
+
+
+def _judge(point: Point, timeout: float, folder: Path, survivors: list[int]) -> tuple[bool, str]:
+    where = f"{point.how:6}{point.number:3}  {point.schedule:16} rank {point.victim}"
+    if not (folder / "fault").exists():
+        text = " | ".join(path.read_text() for path in folder.glob("told*"))
+        return False, f"{where}  NO FAULT HAPPENED: {text or 'nobody said why'}"
+    when, at, count = json.loads((folder / "fault").read_text())
+    wrong, latest = [], 0.0
+    for rank in survivors:
+        path = folder / f"told{rank}"
+        if not path.exists():
+            wrong.append(f"rank {rank} HANGS")
+            continue
+        told = json.loads(path.read_text())
+        latest = max(latest, told["when"] - when)
+        if told["when"] - when > timeout + 5:
+            wrong.append(f"rank {rank} LATE by {told['when'] - when - timeout - 5:.1f} s")
+        right = (
+            told["kind"] in ("PeerError", "StalledError")
+            and re.match(rf"rank {rank} \(.+\) waited ", told["text"])
+            and re.search(TOLD[point.how].format(point.victim), told["text"])
+            and f"Look at rank {point.victim} first" in told["text"]
+        )
+        if not right:
+            wrong.append(f"rank {rank} TOLD {told['kind']}: {told['text']}")
+    line = f"{where}  instruction {at:3} of {count:3}  all told after {latest:5.1f} s  "
+    return not wrong, line + ("right" if not wrong else "; ".join(wrong))
+
+
+def main() -> int:
+    """All trials; how many failed."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--how", choices=list(TOLD), nargs="*", default=list(TOLD))
+    options.add_argument("--points", type=int, default=20)
+    options.add_argument("--timeout", type=float, default=8.0)
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--only", type=int, nargs="*", help="the numbers of the points to try")
+    options.add_argument("--at-once", type=int, default=1, help="trials side by side")
+    given = options.parse_args()
+    mp.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed", "fpipe.collectives.setup"])
+    draw = random.Random(given.seed)
+    points = [
+        Point(how, number, draw.choice(SCHEDULES), draw.randrange(RANKS), draw.random())
+        for how in TOLD
+        for number in range(given.points)
+    ]
+    points = [p for p in points if p.how in given.how and (given.only is None or p.number in given.only)]
+    right = dict.fromkeys(given.how, 0)
+    with ThreadPoolExecutor(given.at_once) as pool:
+        for point, (well, line) in zip(points, pool.map(lambda p: trial(p, given.timeout), points), strict=True):
+            right[point.how] += well
+            print(line, flush=True)
+    for how, count in right.items():
+        print(f"{how}: {count} of {sum(p.how == how for p in points)}")
+    return 0 if sum(right.values()) == len(points) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
