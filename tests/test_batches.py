@@ -167,3 +167,75 @@ def test_what_makes_no_sense_is_told():
             fpipe.value_and_grad(training)(params, x, t, loss_scale=scale)
     with pytest.raises(fpipe.StageError, match="'each' cannot be a side input"):
         fpipe.pipeline([lambda p, x, *, each: x], "GPipe", microbatches=1, group=fpipe.local(1))
+
+
+# ---- over processes -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("outputs", ["zeros", "everywhere"])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBV", "DualPipe"])
+def test_what_each_returns_stays_where_it_was_called_or_goes_everywhere(schedule: str, outputs: Any):
+    stages = fpipe.make_schedule(schedule, 2, PARTS).stages
+    params, x, _ = given(stages)
+    true = piped(schedule, stages)(params, x, each=lambda i, y: (i, y.sum()))
+
+    def rank(group: Any) -> tuple[int, bool, Any]:
+        pipe = piped(schedule, stages, group=group, outputs=outputs)
+        return group.rank, pipe.output_rank == group.rank, pipe(pipe.place(params), x, each=lambda i, y: (i, y.sum()))
+
+    found = fpipe.testing.run(rank, 2)
+    assert sum(last for _, last, _ in found) == 1
+    for _, last, told in found:
+        if schedule == "DualPipe" and outputs == "zeros":  # each half of the microbatches ends on a rank of its own
+            assert [one for one in told if one is not None] in (true[:2], true[2:])
+        else:
+            assert told == (true if last or outputs == "everywhere" else None)
+
+
+def test_all_ranks_say_each_or_none():
+    params, x, _ = given()
+
+    def rank(group: Any) -> None:
+        pipe = piped(group=group)
+        pipe(pipe.place(params), x, each=(lambda i, y: y) if group.rank else None)
+
+    with pytest.raises(fpipe.MismatchError, match="each="):
+        fpipe.testing.run(rank, 2)
+
+
+def test_weights_from_a_side_input_count_over_all_copies():
+    def loss(y: Tensor, t: Tensor, *, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return ((y - t).square().mean(1) * mask).sum() / mask.sum().clamp(min=1), mask.sum()
+
+    params, x, t = given()
+    mask = torch.tensor([1.0, 1, 1, 0, 1, 0, 0, 0])
+    more: dict[str, Any] = {"loss": loss, "reduction": fpipe.weighted(lambda t, *, mask: mask.sum())}
+    alone = piped("GPipe", 4, microbatches=1, group=fpipe.local(1), **more)
+    whole = fpipe.value_and_grad(alone, has_aux=True)(params, x, t, mask=mask, loss_scale=2.0)
+
+    def copy(group: Any) -> Any:
+        mine = slice(4 * group.rank, 4 * group.rank + 4)
+        pipe = piped(microbatches=2, dp=group, **more)
+        step = fpipe.value_and_grad(pipe, has_aux=True)
+        return step(params, x[mine], t[mine], mask=mask[mine], loss_scale=2.0)
+
+    for (value, counts), grads in fpipe.testing.run(copy, 2):
+        torch.testing.assert_close((value, grads), (whole[0][0], whole[1]))
+        assert len(counts) == 2
+
+
+@pytest.mark.parametrize("engine", ["trace", "eager"])
+def test_inference_before_and_between_steps(engine: Any):
+    params, x, t = given()
+    outputs, step = piped(engine=engine), fpipe.value_and_grad(piped(loss=squared, engine=engine))
+    true = reduce(lambda v, p: layer(p, v), params, x)
+
+    def infer() -> None:
+        with torch.inference_mode():
+            y = outputs(params, x)
+            sums = outputs(params, x, each=lambda i, y: y.sum(0))
+        assert torch.equal(y, true) and y.is_inference() and len(sums) == PARTS
+
+    infer()
+    first = step(params, x, t)
+    infer()
+    again = step(params, x, t)
+    assert torch.equal(first[0], again[0]) and all(map(torch.equal, first[1], again[1]))
