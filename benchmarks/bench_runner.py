@@ -48,7 +48,7 @@ def measure(name: str, ranks: int = 4, microbatches: int = 8, rounds: int = 40) 
     # A second pipeline whose programs are timed: its steps are not.
     timed_pipe = fpipe.pipeline([block] * count, name, loss=square, microbatches=microbatches, group=fpipe.local(ranks))
     original = runner._program
-    runner._program = lambda ins, options: original(_with(ins, timed(ins.program.run)), options)
+    runner._program = lambda ins, *rest: original(_with(ins, timed(ins.program.run)), *rest)
     timed_step = fpipe.value_and_grad(timed_pipe)
     timed_step(params, x, x)
     runner._program = original
