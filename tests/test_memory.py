@@ -130,6 +130,11 @@ def test_a_step_holds_what_its_plan_foretells(name: str, schedule: str):
     assert abs(foretold / held - 1) < 0.02
 
 
+def median(p, x):
+    """Takes one result of an operation that makes two."""
+    return layer(p, x) + x.detach().sort(-1)[0]
+
+
 def carry(p, x):
     return layer(p, x), x * 2
 
@@ -150,8 +155,9 @@ def take(p, x):
         ([layer] * 4, {"argnums": (0, 1)}),
         ([carry, pass_on, pass_on, take], {}),
         ([layer] * 4, {"schedule": "LoopedBFS"}),
+        ([median] * 4, {"frozen": ["*"]}),
     ],
-    ids=["frozen", "tied", "input gradient", "skip", "reversed"],
+    ids=["frozen", "tied", "input gradient", "skip", "reversed", "idle results"],
 )
 def test_special_steps_too(stages: list[Any], more: dict[str, Any]):
     schedule = more.pop("schedule", "1F1B")

@@ -138,6 +138,18 @@ def test_gradients_alias_nothing(params: list[Tensor], x: Tensor, t: Tensor):
     assert not {p.data_ptr() for p in (*params, x, t)} & set(pointers)
 
 
+@pytest.mark.parametrize("schedule", ["ZBV", "1F1B"])
+def test_two_leaves_with_one_gradient(schedule: str, x: Tensor, t: Tensor):
+    """Both want the very same value, and each a sum of its own."""
+    both = lambda p, v: torch.tanh(v + p["a"] + p["b"])
+    params = [{"a": torch.randn(2, WIDTH), "b": torch.randn(2, WIDTH)} for _ in range(STAGES)]
+    ranks = 2 if schedule == "ZBV" else 4
+    made = fpipe.value_and_grad(piped([both] * STAGES, schedule, ranks))(params, x, t)
+    assert same(made, plain([both] * STAGES, params, parts(x), parts(t)))
+    pointers = {g.data_ptr() for g in optree.tree_leaves(made[1])}
+    assert len(pointers) == 2 * STAGES
+
+
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_under_any_grad_mode(around: Any, params: list[Tensor], x: Tensor, t: Tensor):
     with around():

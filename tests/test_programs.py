@@ -227,6 +227,22 @@ def test_i_does_only_what_the_input_gradient_needs():
     assert sorted(both) == sorted(operations(programs.backward)), "I then W is not the work of B"
 
 
+def test_a_convolution_is_cut_too():
+    """Its backward is one operation for both gradients; each program runs it for its own."""
+    fn, p, x = CASES["convolution"]
+    programs = trace(fn, p, x)
+    assert operations(programs.backward_input).count("convolution_backward") == 1
+    assert operations(programs.backward_weight).count("convolution_backward") == 1
+    assert set(programs.kept) <= {"dy0", "x0", "p0", "p1"}
+
+
+def test_what_hangs_on_no_input_is_made_anew_and_not_saved():
+    programs = trace(lambda p, x: x @ p * torch.arange(3.0).exp(), EYE, X)
+    assert set(programs.saved) == {"x0", "p0"}
+    assert operations(programs.backward_input).count("arange") == 1
+    agree(lambda p, x: x @ p * torch.arange(3.0).exp(), EYE, X)
+
+
 def test_w_holds_only_what_it_needs():
     """The output of tanh is saved for I, which needs it, and not kept for W, which does not."""
     programs = trace(tanh_layer, LAYER, X)
