@@ -189,7 +189,7 @@ def _squared(y: Tensor, t: Tensor) -> Tensor:
 
 def _tensor_parallel(group: Any, schedule: str) -> dict[str, Any]:
     """Two ranks of a pipeline by two of tensor parallelism: columns of the first matrix, rows of the second."""
-    mesh = group.mesh["dp"]  # the second axis of the mesh, whatever it is used for
+    mesh = group.mesh["tp"]
     ways = {"up": Shard(1), "bias": Shard(0), "down": Shard(0)}
 
     def stage(p: Any, x: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ def test_dtensors_in_stages_give_the_gradients_of_whole_ones(four: list[dict[str
 def _everything() -> dict[str, Any]:
     torch.set_num_threads(1)
     found: dict[str, Any] = {"PP=4": _piped("1F1B", fpipe.init(pp=4))}
-    group = fpipe.init(pp=2, dp=2)  # two pipelines that know nothing of each other, but for tensor parallelism
+    group = fpipe.init(pp=2, tp=2)  # two pipelines that know nothing of each other, but in a stage that says so
     found["PP=2"] = _piped("ZBV", group)
     found["rl"] = _rl(group)
     return found | {schedule: _tensor_parallel(group, schedule) for schedule in ("Interleaved1F1B", "ZBV")}
