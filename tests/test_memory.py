@@ -132,7 +132,7 @@ def test_a_step_holds_what_its_plan_foretells(name: str, schedule: str):
 
 def median(p, x):
     """Takes one result of an operation that makes two."""
-    return layer(p, x) + x.detach().sort(-1)[0]
+    return layer(p, x) + torch.cat([x.detach()] * 8, -1).sort(-1)[0][:, :D]
 
 
 def carry(p, x):
