@@ -36,9 +36,8 @@ $(VENV)/.installed-docs: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@$(PIP) -e '.[docs,pictures]'
 	@touch $@
 
-demo: $(VENV)/.installed ## see it work
-	@$(BIN)/fpipe draw ZBV --ranks 4 --microbatches 8
-	@$(BIN)/fpipe compare --ranks 4 --microbatches 8
+demo: $(VENV)/.installed ## train a small GPT through 4 processes, and see the promise kept; ARGS="--steps 50"
+	@$(BIN)/fpipe train --schedule ZBV --ranks 4 --steps 200 --out run $(ARGS)
 
 test: $(VENV)/.installed-dev ## the whole suite; ARGS="-k name" for a part, JOBS=1 for one process
 	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
@@ -56,7 +55,8 @@ bench: $(VENV)/.installed-dev ## fpipe beside torch.distributed.pipelining
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 docs: $(VENV)/.installed-docs ## build the docs into site/
-	@$(BIN)/python -m mkdocs build --strict
+	@$(BIN)/python -m mkdocs build --quiet --strict
+	@echo "the docs are in site/: open site/index.html, no network is needed"
 
 clean: ## remove what was built or cached, keep .venv
 	@rm -rf build dist site .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -1,0 +1,153 @@
+"""Every code block of README and docs runs here, in order, page by page; what a page says is printed is printed.
+
+``python`` blocks of a page share their names. A ``text`` block after one is what it prints. ``sh`` blocks run through
+the command line's own function; what would start processes (make, torchrun) is held to name targets and files that
+exist and that another test runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import re
+import shlex
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+
+import fpipe
+from fpipe.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+#: pages whose blocks need several processes -> the test that runs what they show; here they must be Python
+ELSEWHERE = {"parallelism.md": "tests/test_axes.py"}
+#: files in examples/ that tests/test_examples.py does not run -> the test that does
+EXAMPLES = {"rl_engine.py": "tests/test_trainers.py"}
+
+
+class Block(NamedTuple):
+    """A fenced block."""
+
+    kind: str
+    code: str
+    line: int
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """All fenced blocks, wherever they are indented."""
+    for found in re.finditer(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", text, re.M | re.S):
+        indent, kind, code = found.groups()
+        code = "".join(line.removeprefix(indent) for line in code.splitlines(keepends=True))
+        yield Block(kind, code, text[: found.start()].count("\n") + 2)
+
+
+def shell(line: str) -> None:
+    """One line of a shell block."""
+    words = shlex.split(line.split("  #")[0])
+    if words[0] == "fpipe" and words[1] != "train":
+        assert main(words[1:]) == 0, line
+    elif words[0] == "make":
+        assert re.search(rf"^{words[1]}:.*##", (ROOT / "Makefile").read_text(), re.M), f"no target: {line}"
+    elif words[0] in ("torchrun", "python"):
+        example = next(word for word in words if word.endswith(".py"))
+        assert (ROOT / example).is_file(), line
+        runs = ROOT / EXAMPLES.get(Path(example).name, "tests/test_examples.py")
+        assert Path(example).stem in runs.read_text(), f"{runs.name} does not run {example}"
+    else:
+        assert words[:2] == ["fpipe", "train"], f"no test runs {line!r}"
+
+
+def run(page: Path) -> None:
+    names: dict[str, object] = {"__name__": "page"}
+    output = ""
+    for block in blocks(page.read_text(encoding="utf-8")):
+        where = f"{page.relative_to(ROOT)}:{block.line}"
+        heard = io.StringIO()
+        with contextlib.redirect_stdout(heard):
+            if block.kind == "python":
+                code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
+                if page.name not in ELSEWHERE:
+                    exec(code, names)
+            elif block.kind == "sh":
+                for line in filter(None, block.code.splitlines()):
+                    shell(line)
+            elif block.kind == "text":
+                same = doctest.OutputChecker().check_output(block.code, output, doctest.ELLIPSIS)
+                assert same, f"{where}: this is printed:\n{output}"
+            else:
+                raise AssertionError(f"{where}: a block is python, sh or text, not {block.kind!r}")
+        output = heard.getvalue()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    if "from transformers" in page.read_text(encoding="utf-8"):
+        pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(page)
+
+
+def test_a_wrong_page_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("```python\nprint(1)\n```\n\n```text\n2\n```\n")
+    with pytest.raises(AssertionError, match="this is printed"):
+        run(page)
+    page.write_text("```c\n```\n")
+    with pytest.raises(AssertionError, match="not 'c'"):
+        run(page)
+
+
+# ---- what is made ---------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        import hooks
+    finally:
+        sys.path.pop(0)
+    return hooks
+
+
+def test_reference_has_every_public_name(hooks: ModuleType):
+    page = hooks.reference()
+    missing = [name for name in fpipe.__all__ if f"## fpipe.{name}\n" not in page and name != "errors"]
+    assert not missing
+    hidden = ModuleType("hidden")
+    with pytest.raises(ValueError, match="has no docstring"):
+        hooks.text_of(hidden, "hidden")
+
+
+def test_every_schedule_has_a_picture_a_formula_and_a_paper(hooks: ModuleType):
+    page, pictures = hooks.zoo()
+    assert set(hooks.FACTS) <= set(fpipe.schedule_names())
+    for name, facts in hooks.FACTS.items():
+        assert f"## {name}\n" in page and pictures[f"zoo/{name}.svg"].startswith(b"<svg")
+        assert facts.arxiv in page
+    table = (ROOT / "README.md").read_text()
+    assert f"| {len(hooks.FACTS)} | 7 | 2 |" in table, "the README counts the schedules"
+
+
+@pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 24), (6, 18)])
+def test_formulas_agree_with_the_simulator(hooks: ModuleType, p: int, m: int):
+    for name, facts in hooks.FACTS.items():
+        if facts.formula:
+            made = fpipe.make_schedule(name, p, m)
+            assert made.simulate(hooks.per_share(fpipe.Costs(), made)).total == pytest.approx(facts.formula(p, m)), name
+
+
+def test_picture_of_the_front_page_is_drawn_by_the_code(tmp_path: Path):
+    """After a change of drawings, run the command that README.md names."""
+    made = tmp_path / "three.svg"
+    assert main(["draw", "1F1B", "ZBV", "DualPipeV", "--ranks", "4", "--microbatches", "8", "--out", str(made)]) == 0
+    kept = ROOT / "docs" / "pictures" / "three.svg"
+    assert made.read_bytes() == kept.read_bytes()
