@@ -1,6 +1,6 @@
-"""What trainers stand on: the curve of one process, an engine for reinforcement learning, tensor parallelism in stages.
+"""What trainers stand on: the curve of one process on two and four, and an engine for reinforcement learning.
 
-Four processes are started once for all of it: four ranks of a pipeline, then two by two.
+Four processes are started once for all of it: four ranks of a pipeline, then two pipelines of two.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import fpipe
 from fpipe.training import Sizes, cross_entropy, gpt, one_process, sonnets
@@ -141,7 +140,7 @@ def test_the_engine_has_sixty_lines_and_learns():
     first = lines.index("class Engine:")
     last = next(at for at, line in enumerate(lines) if line.startswith("def log_probs"))
     assert len([line for line in lines[first:last] if line.strip()]) <= 60
-    engine, (_, _, data) = _engine(100), _policy()
+    engine, (_, _, data) = _engine(64), _policy()
     losses = []
     for _ in range(4):
         losses.append(engine.forward_backward_batch(data, ppo)["loss"].item())
@@ -168,74 +167,15 @@ def test_the_engine_on_two_processes(four: list[dict[str, Any]]):
             torch.testing.assert_close(own, other, rtol=0, atol=0)
 
 
-# ---- tensor parallelism ---------------------------------------------------------------------------------------------
-def _wide(p: Any, x: Tensor) -> Tensor:
-    return x + torch.tanh(x @ p["up"] + p["bias"]) @ p["down"]
-
-
-def _wide_params() -> list[dict[str, Tensor]]:
-    draw = partial(torch.randn, generator=torch.Generator().manual_seed(3))
-    return [{"up": draw(6, 8), "bias": draw(8), "down": draw(8, 6) / 4} for _ in range(4)]
-
-
-def _wide_batch() -> tuple[Tensor, Tensor]:
-    draw = partial(torch.randn, generator=torch.Generator().manual_seed(4))
-    return draw(8, 6), draw(8, 6)
-
-
-def _squared(y: Tensor, t: Tensor) -> Tensor:
-    return (y - t).square().mean()
-
-
-def _tensor_parallel(group: Any, schedule: str) -> dict[str, Any]:
-    """Two ranks of a pipeline by two of tensor parallelism: columns of the first matrix, rows of the second."""
-    mesh = group.mesh["tp"]
-    ways = {"up": Shard(1), "bias": Shard(0), "down": Shard(0)}
-
-    def stage(p: Any, x: Tensor) -> Tensor:
-        h = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-        y = torch.tanh(h @ p["up"] + p["bias"]) @ p["down"]
-        assert y.placements == (Partial(),), "the second product is a sum over the processes"
-        return x + y.redistribute(placements=[Replicate()]).to_local()
-
-    pipe = fpipe.pipeline([stage] * 4, schedule, loss=_squared, microbatches=4, group=group, engine="eager")
-    split = [{n: distribute_tensor(t, mesh, [ways[n]]) for n, t in p.items()} for p in _wide_params()]
-    loss, (grads, dx) = fpipe.value_and_grad(pipe, argnums=(0, 1))(pipe.place(split), *_wide_batch())
-    assert all(isinstance(g, DTensor) and g.placements == (ways[n],) for p in grads for n, g in (p or {}).items())
-    return {"loss": loss, "dx": dx, "grads": [p and {n: g.full_tensor() for n, g in p.items()} for p in grads]}
-
-
-@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBV"])
-def test_dtensors_in_stages_give_the_gradients_of_whole_ones(four: list[dict[str, Any]], schedule: str):
-    def whole(params: Any, x: Tensor, t: Tensor) -> Tensor:
-        for p in params:
-            x = _wide(p, x)
-        return _squared(x, t)
-
-    (grads, dx), loss = torch.func.grad_and_value(whole, argnums=(0, 1))(_wide_params(), *_wide_batch())
-    held = 0
-    for found in four:
-        made = found[schedule]
-        _close(made["loss"], loss)
-        if made["dx"] is not None:
-            _close(made["dx"], dx)
-        for own, true in zip(made["grads"], grads, strict=True):
-            if own is not None:
-                held += 1
-                _close(own, true)
-    assert held == 8, "two ranks by two hold four stages twice"
-
-
 # ---- four processes -------------------------------------------------------------------------------------------------
 def _everything() -> dict[str, Any]:
     torch.set_num_threads(1)
     found: dict[str, Any] = {"PP=4": _piped("1F1B", fpipe.init(pp=4))}
-    group = fpipe.init(pp=2, tp=2)  # two pipelines that know nothing of each other, but in a stage that says so
+    group = fpipe.init(pp=2, dp=2)  # two pipelines that know nothing of each other
     found["PP=2"] = _piped("ZBV", group)
-    found["rl"] = _rl(group)
-    return found | {schedule: _tensor_parallel(group, schedule) for schedule in ("Interleaved1F1B", "ZBV")}
+    return found | {"rl": _rl(group)}
 
 
 @pytest.fixture(scope="module")
 def four() -> list[dict[str, Any]]:
-    return fpipe.launch(_everything, ranks=4, timeout=150)
+    return fpipe.launch(_everything, ranks=4, timeout=300)
