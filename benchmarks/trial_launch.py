@@ -1,0 +1,120 @@
+"""examples/train.py, unchanged, in four ways to start it: the same loss to the last digit at each step.
+
+python benchmarks/trial_launch.py                    # python, torchrun, two hosts (network namespaces), a local Ray
+python benchmarks/trial_launch.py --ways python ray --steps 5
+
+Two hosts need root and iproute2, Ray needs fpipe[ray]. Exit code 1 where a loss differs or a way did not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import runpy
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+SCRIPT = str(ROOT / "examples" / "train.py")
+ENV = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def by_python(options: list[str]) -> str:
+    """One process, four ranks in it."""
+    return _output([sys.executable, SCRIPT, *options])
+
+
+def by_torchrun(options: list[str]) -> str:
+    """Four processes."""
+    return _output(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", SCRIPT, *options]
+    )
+
+
+def by_two_hosts(options: list[str]) -> str:
+    """Two processes in each of two network namespaces."""
+    import two_hosts  # beside the tests, which share it
+
+    with two_hosts.two_hosts():
+        nodes = two_hosts.torchrun([SCRIPT, *options], timeout=400, env=ENV)
+    if any(code for code, _, _ in nodes):
+        raise RuntimeError("\n".join(err[-2000:] for _, _, err in nodes))
+    return "".join(out for _, out, _ in nodes)
+
+
+def by_ray(options: list[str]) -> str:
+    """Four actors of a Ray on this machine."""
+    import ray
+
+    import fpipe
+
+    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False)
+    try:
+        return fpipe.launch(as_script, options, ranks=4, on="ray:CPU", timeout=400, env=ENV)[0]
+    finally:
+        ray.shutdown()
+
+
+def as_script(options: list[str]) -> str:
+    """What the script prints in this process, run as a script is."""
+    sys.argv = [SCRIPT, *options]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(SCRIPT, run_name="__main__")
+    return out.getvalue()
+
+
+def _output(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, env={**os.environ, **ENV})
+    if done.returncode:
+        raise RuntimeError(done.stderr[-3000:])
+    return done.stdout
+
+
+WAYS: dict[str, Callable[[list[str]], str]] = {
+    "python": by_python,
+    "torchrun": by_torchrun,
+    "two-hosts": by_two_hosts,
+    "ray": by_ray,
+}
+
+
+def main() -> int:
+    """Each way, and what it printed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ways", nargs="*", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--steps", type=int, default=20)
+    given = parser.parse_args()
+    first: list[str] = []
+    failed = 0
+    for way in given.ways:
+        begin = time.monotonic()
+        try:
+            losses = [
+                line for line in WAYS[way](["--steps", str(given.steps)]).splitlines() if line.startswith("step ")
+            ]
+        except Exception as error:
+            failed += 1
+            print(f"{way:10} DID NOT RUN: {type(error).__name__}: {error}", flush=True)
+            continue
+        first = first or losses
+        same = losses == first and len(losses) == given.steps
+        failed += not same
+        told = (
+            f"{len(losses)} steps, {losses[0].split(' ', 2)[2]} ... {losses[-1].split(' ', 2)[2]}"
+            if losses
+            else "nothing"
+        )
+        print(
+            f"{way:10} {time.monotonic() - begin:6.1f} s  {told}  {'the same' if same else 'NOT THE SAME'}", flush=True
+        )
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
