@@ -55,7 +55,7 @@ bench: $(VENV)/.installed-dev ## fpipe beside torch.distributed.pipelining
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 docs: $(VENV)/.installed-docs ## build the docs into site/
-	@$(BIN)/python -m mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 	@echo "the docs are in site/: open site/index.html, no network is needed"
 
 clean: ## remove what was built or cached, keep .venv

@@ -27,7 +27,7 @@ def index() -> str:
     """README.md, with its links as seen from within docs/."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     text = re.sub(r"\]\(docs/", "](", text)
-    return re.sub(r"\]\(((?:examples|tests|CONTRIBUTING|CHANGELOG|LICENSE)[^)]*)\)", "]", text).replace("[`", "`")
+    return re.sub(r"\[([^\]]*)\]\((?:examples|tests|CONTRIBUTING|CHANGELOG|LICENSE)[^)]*\)", r"\1", text)
 
 
 # ---- the schedules --------------------------------------------------------------------------------------------------
