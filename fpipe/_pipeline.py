@@ -48,7 +48,7 @@ class Pipeline:
         compile: str | None, overlap: Any, copies: Copies | None,
     ):  # fmt: skip
         self.overlap = Overlap.of(overlap)
-        self.copies, self.shares = copies, None if copies is None else Shares(copies)
+        self.copies, self.shares, self._met = copies, None if copies is None else Shares(copies), False
         self.loss = loss if loss is None or engine == "trace" else _settled(as_stage(loss), engine, None)
         self.microbatches, self.group = microbatches, group
         self.reduction, self.seed, self.outputs, self.accumulate = reduction, seed, outputs, accumulate
@@ -114,7 +114,8 @@ class Pipeline:
 
     def meet(self) -> None:
         """Before the first step of all, copies of the pipeline compare what they are."""
-        if self.copies is not None and not self.cache:
+        if self.copies is not None and not self._met:
+            self._met = True
             agree(self.copies.group, {
                 "schedule": repr(self), "copies": self.copies.told, "tied parameters": str(self.tied),
                 "the dtype of accumulation": str(self.accumulate), "the stages here": str(self.here),

@@ -219,6 +219,8 @@ class Call:
                     check_leaks(bound.plan, regs[rank])
         except BaseException as error:
             group.failed(error)
+            if self.pipe.copies is not None:
+                self.pipe.copies.group.failed(error)
             getattr(group, "reset", lambda: None)()
             raise
         finally:
