@@ -94,7 +94,7 @@ def test_copies_are_one_pipeline(name: str):
 
 
 def on_gloo(name: str) -> tuple[int, ...]:
-    """The levels to try on real processes: the outer ones, and for three schedules all; the fakes above had them all."""
+    """The levels to try on real processes: the outer ones, and for three schedules all; the fakes had every one."""
     return (0, 1, 2, 3) if name in ("1F1B", "ZBVZeroBubble", "DualPipe") else (0, 3)
 
 
