@@ -65,27 +65,33 @@ class Fusing:
 
     def waits(self, action: Action) -> bool:
         """Whether a plain action starts collectives, beside which its own work can run."""
-        if self.overlap.how != "weave" or self.low.job.phased:
-            return False
-        programs = [program for _, program, _ in self.programs(action)]
-        for program in programs:
-            if id(program) not in self._starts:
-                self._starts[id(program)] = bool(collectives_of(program))
-        return any(self._starts[id(program)] for program in programs)
+        return self.overlap.how == "weave" and not self.low.job.phased and self._carries(action)
+
+    def _carries(self, action: AnyAction) -> bool:
+        """Whether any of an action's programs starts a collective."""
+        found = False
+        for part in action.parts:
+            for own, program, _ in self.programs(part):
+                if id(program) not in self._starts:
+                    self._starts[id(program)] = not own.compiled and bool(collectives_of(program))
+                found |= self._starts[id(program)]
+        return found
 
     def act(self, action: AnyAction, position: int) -> bool:
         """Emit an action's steps, woven; False: run its parts one after the other."""
         if self.overlap.how == "sequential":
             return False
-        pieces = list(self._pieces(action))
-        lines = tuple(map(str, action.parts))
-        reason = self._reason(action, position, pieces)
+        carries = self._carries(action)
+        reason = self._reason(action, position, carries)
         if reason:
-            self.weaves[str(action)] = self._remember(("", reason, lines), lambda: in_turn(lines, (), reason))
+            if len(action.parts) > 1:
+                self.weaves[str(action)] = self._remember(reason)
             return False
         if self.overlap.how == "function":
             self._joint(action)
             return True
+        lines = tuple(map(str, action.parts))
+        pieces = list(self._pieces(action, not carries and self.overlap.how == "weave"))
         made = self._woven(lines, pieces)
         if len(lines) == 1 and made.total >= made.one_after_another:
             return False  # there is nothing that it could do meanwhile
@@ -99,13 +105,13 @@ class Fusing:
         return True
 
     # ---- lines --------------------------------------------------------------------------------------------------
-    def _pieces(self, action: AnyAction) -> Iterator[Piece]:
+    def _pieces(self, action: AnyAction, coarse: bool) -> Iterator[Piece]:
         for line, part in enumerate(action.parts):
             for own, program, stage in self.programs(part):
                 if not (program.nodes or program.outputs or own.eager):
                     continue
                 main = stage == part.stage
-                for segment in segments_of(own, program) if main else (whole(program),):
+                for segment in segments_of(own, program, coarse) if main else (whole(program),):
                     yield Piece(line, part, own, stage, segment)
 
     def programs(self, part: Action) -> Iterator[tuple[Programs, Program, int]]:
@@ -125,7 +131,7 @@ class Fusing:
         else:
             yield own, self.low.with_adds(own, "W", stage), stage
 
-    def _reason(self, action: AnyAction, position: int, pieces: Sequence[Piece]) -> str:
+    def _reason(self, action: AnyAction, position: int, carries: bool) -> str:
         """Why a fused action is not woven; "" where it is."""
         low, refused = self.low, self.overlap.refused.get((self.low.rank, position))
         if refused:
@@ -138,14 +144,14 @@ class Fusing:
                 return f"two parts run {ops[0]} of stage {stages[0]}, whose order is part of the result"
         if self.overlap.how == "function":
             return "" if len(action.parts) == 2 else f"a function takes two parts, here are {len(action.parts)}"
-        if self.overlap.how == "weave" and not low.job.wired and not any(p.segment.starts for p in pieces):
+        if self.overlap.how == "weave" and not low.job.wired and not carries:
             return "nothing is sent while it runs"
         return ""
 
-    def _remember(self, key: Any, make: Callable[[], Weave]) -> Weave:
-        found = self._known.get(key)
+    def _remember(self, reason: str) -> Weave:
+        found = self._known.get(reason)
         if found is None:
-            found = self._known[key] = make()
+            found = self._known[reason] = in_turn(("F", "B"), (), reason)
         return found
 
     def _woven(self, lines: tuple[str, ...], pieces: Sequence[Piece]) -> Weave:

@@ -66,11 +66,15 @@ class _Key(NamedTuple):
     start: int  # which of the phase's collectives it leads to; past the last: none
 
 
-def segments_of(own: Programs, program: Program) -> tuple[Segment, ...]:
-    """The segments of one of a stage's programs, in an order in which they can run."""
-    found = own.segments.get(id(program))
+def segments_of(own: Programs, program: Program, coarse: bool = False) -> tuple[Segment, ...]:
+    """The segments of one of a stage's programs, in an order in which they can run.
+
+    ``coarse`` ones are two at most: what others wait for, and of a backward what nobody waits for.
+    """
+    key = -id(program) if coarse else id(program)
+    found = own.segments.get(key)
     if found is None:
-        found = own.segments[id(program)] = tuple(_cut(own, program))
+        found = own.segments[key] = tuple(_cut(own, program, coarse))
     return found
 
 
@@ -86,13 +90,17 @@ def collectives_of(program: Program) -> tuple[Collective, ...]:
     return tuple(replace(c, number=program.numbers.get(c.value, k)) for k, c in enumerate(found))
 
 
-def _cut(own: Programs, program: Program) -> Iterator[Segment]:
-    if not program.nodes or own.compiled or own.eager:
+def _cut(own: Programs, program: Program, coarse: bool) -> Iterator[Segment]:
+    if not program.nodes or own.compiled or own.eager or (coarse and program.name == "F"):
         yield whole(program)
         return
     keys = _keys(own, program)
     order = _order(program)
     nodes = sorted(program.nodes, key=lambda node: (keys[node], order[node]))
+    if coarse:
+        pieces = [list(run) for _, run in groupby(nodes, lambda node: keys[node].loose)]
+        yield from _programs(own, program, pieces, keys)
+        return
     grain = max(_GRAIN, sum(map(nanoseconds, nodes)) // _PIECES)
     pieces = [piece for _, run in groupby(nodes, keys.__getitem__) for piece in _split(list(run), grain)]
     pieces = _merged(pieces, keys)

@@ -263,8 +263,11 @@ class Memory:
 
 # ---- the listing ----------------------------------------------------------------------------------------------------
 def _listing(made: Weave) -> Iterator[str]:
+    if made.reason:
+        yield f"fused actions, one after another: {made.reason}"
+        return
     us = lambda ns: f"{ns / 1000:,.1f}"
-    how = "by hand" if made.by_hand else f"one after another: {made.reason}" if made.reason else "woven"
+    how = "by hand" if made.by_hand else "woven"
     yield (
         f"{' with '.join(made.lines)}, {how}: {us(made.total)} us expected; compute {us(made.compute)}, "
         f"communication {us(made.communication)}, one after another {us(made.one_after_another)}; crossing values "
