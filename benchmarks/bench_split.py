@@ -53,7 +53,8 @@ class Stage(nn.Module):
 
     def __init__(self, params):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.ParameterDict({k: nn.Parameter(v.clone()) for k, v in p.items()}) for p in params)
+        cloned = ({k: nn.Parameter(v.clone()) for k, v in p.items()} for p in params)
+        self.blocks = nn.ModuleList(map(nn.ParameterDict, cloned))
 
     def forward(self, x):
         """Run the blocks."""

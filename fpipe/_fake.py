@@ -30,7 +30,9 @@ from .stage import Aval, Held
 
 _DATA = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 #: What torch says of code that runs on real tensors and not on fake ones.
-_UNTRACEABLE = (".numpy()", "symbolically trace", "fake impl", "data pointer", "meta kernel", "meta tensors", "inputs of bf16")
+_UNTRACEABLE = (
+    ".numpy()", "symbolically trace", "fake impl", "data pointer", "meta kernel", "meta tensors", "inputs of bf16",
+)  # fmt: skip
 _T = torch.ops.aten.t.default
 _IDENTITY = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
@@ -246,4 +248,4 @@ def where(error: BaseException) -> str:
 
 def wrapped(tensor: torch.Tensor) -> bool:
     """Whether a tensor is in the hands of a torch.func transform."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]

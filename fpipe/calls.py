@@ -181,6 +181,15 @@ class Call:
         made = weights(self.pipe.reduction, self.targets, self.number, self.pipe.copies, self.sides)
         return made if self.loss_scale is None else replace(made, scaled=self.loss_scale)
 
+    def weighed(self, scalars: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Scalars of the microbatches as one, by the pipeline's reduction, added as the loss is."""
+        shares = self._weights()
+        parts = [value * shares.scale(m, value) for m, value in enumerate(scalars)]
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total
+
     def _values(self) -> Values:
         sides = {
             (s, m): tree.leaves(self._sides(s if s < self.pipe.stages else -1, m))

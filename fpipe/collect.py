@@ -267,7 +267,7 @@ class Collected:
             homes = self.placement.ranks_of(stage)
             told = len(homes) > 1 and not self.alone
             if function.state and (told or stage in self.pipe.here):
-                made = self._state(stage, homes[0], told)
+                made = self._state(stage, self.placement.rank_of(stage), told)
                 out[stage] = made if stage in self.pipe.here else None
         return out
 

@@ -107,7 +107,7 @@ def _constants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 def _savable(joint: Joint, forward: set[fx.Node]) -> set[fx.Node]:
     """Forward values that may be saved: all but the inside of recompute regions. A region's draws, and what leaves
     the region in the forward, may."""
-    outside = {n for n in (*joint.ys, *joint.extras)}
+    outside = {*joint.ys, *joint.extras}
     savable = set()
     for node in forward:
         region = joint.region(node)
@@ -139,7 +139,8 @@ def _with_items(found: set[fx.Node], nodes: Sequence[fx.Node], known: Callable[[
 def _free(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
     """Names that a program must be given: used, but not made by itself."""
     made = {node.name for node in nodes}
-    used = (u.name for node in nodes for u in node.all_input_nodes if u.op != "get_attr")  # captured tensors stay inside
+    # captured tensors stay inside
+    used = (u.name for node in nodes for u in node.all_input_nodes if u.op != "get_attr")
     return tuple(n for n in _unique(used) if n not in made)
 
 

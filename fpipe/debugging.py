@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from .errors import ActionError, FpipeError
 from .plan import Instruction, Plan
@@ -125,7 +126,8 @@ def _values(program: Program, box: Sequence[Any]) -> Iterator[tuple[fx.Node, lis
     env = dict(program.constants) | dict(zip(program.inputs, box, strict=True))
     with torch.no_grad():
         for node in program.nodes:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda used: env[used.name])
+            args, kwargs = map_arg((node.args, node.kwargs), lambda used: env[used.name])
+            assert callable(node.target)
             env[node.name] = node.target(*args, **kwargs)
             yield node, [env[used.name] for used in node.all_input_nodes], env[node.name]
 

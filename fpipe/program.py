@@ -114,7 +114,7 @@ def _source(
     for index, node in enumerate(body):
         for used in node.all_input_nodes:
             last[used.name] = index
-    keep = set(outputs) | {key for key in scope} | {into for many in adds.values() for into in many}
+    keep = set(outputs) | set(scope) | {into for many in adds.values() for into in many}
     lines = [f"def {name}(box):"]
     if inputs:
         lines += [f"    {', '.join(inputs)}{',' if len(inputs) == 1 else ''} = box", "    box.clear()"]

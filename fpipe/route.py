@@ -25,8 +25,8 @@ class Face:
     """A stage as others see it.
 
     ``ys[j]`` is ``(name, aval)`` of an output the stage makes, the index of the input it passes on, or ``None`` for a
-    leaf that is no tensor (its value is in ``y_static``). ``dxs[i]`` is ``(name, aval)`` of an input gradient, the index
-    of the cotangent it passes on, or ``None``. ``takes_x`` and ``takes_dy`` say which leaves its programs read.
+    leaf that is no tensor (its value is in ``y_static``). ``dxs[i]`` is ``(name, aval)`` of an input gradient, the
+    index of the cotangent it passes on, or ``None``. ``takes_x`` and ``takes_dy`` say which leaves its programs read.
     """
 
     y_spec: Spec

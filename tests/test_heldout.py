@@ -5,7 +5,7 @@ Each is traced whole, as one stage, and split: outputs and gradients agree with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -77,9 +77,9 @@ def near(a: Tensor, b: Tensor) -> bool:
 
 
 @pytest.fixture
-def transformers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def transformers(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    yield pytest.importorskip("transformers")
+    return pytest.importorskip("transformers")
 
 
 @pytest.mark.filterwarnings("ignore")
