@@ -9,6 +9,7 @@ import inspect
 import re
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -152,7 +153,8 @@ def entry(name: str, value: Any) -> list[str]:
     """One name."""
     lines = [f"### {name}", ""]
     if inspect.isclass(value) or callable(value):
-        lines += ["```text", f"{name}{signature(value)}", "```", ""]
+        told = textwrap.wrap(name + signature(value), 96, subsequent_indent="    ", break_long_words=False)
+        lines += ["```text", *told, "```", ""]
     lines += [text_of(value, name), ""]
     if inspect.isclass(value) and not issubclass(value, BaseException):
         for member, doc in members(value):

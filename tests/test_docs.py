@@ -137,6 +137,14 @@ def test_every_schedule_has_a_picture_a_formula_and_a_paper(hooks: ModuleType):
     assert f"| {len(hooks.FACTS)} | 7 | 2 |" in table, "the README counts the schedules"
 
 
+def test_what_readme_names_is_there():
+    """A test named in the table is a file or the beginning of a test's name."""
+    tests = "\n".join(path.stem + "\n" + path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    named = re.findall(r"\| `(test_\w+)` \|", (ROOT / "README.md").read_text())
+    assert len(named) > 5
+    assert [name for name in named if name not in tests] == []
+
+
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 24), (6, 18)])
 def test_formulas_agree_with_the_simulator(hooks: ModuleType, p: int, m: int):
     for name, facts in hooks.FACTS.items():
