@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 import time
 
@@ -23,12 +25,15 @@ def square(y, t):
     return (y - t).square().mean()
 
 
-def measure(name: str, ranks: int = 4, microbatches: int = 8, rounds: int = 40) -> dict[str, float]:
-    """Microseconds of the runner per instruction."""
+def measure(
+    name: str, ranks: int = 4, microbatches: int = 8, rounds: int = 40, device: str = "cpu"
+) -> dict[str, float]:
+    """Microseconds of the runner per instruction, on the host."""
     count = ranks if name in ("GPipe", "1F1B") else 2 * ranks
-    params = [{"w1": torch.randn(16, 16) * 0.1, "w2": torch.randn(16, 16) * 0.1} for _ in range(count)]
-    x = torch.randn(4 * microbatches, 16)
-    pipe = fpipe.pipeline([block] * count, name, loss=square, microbatches=microbatches, group=fpipe.local(ranks))
+    weight = lambda: (torch.randn(16, 16) * 0.1).to(device)
+    params = [{"w1": weight(), "w2": weight()} for _ in range(count)]
+    x, group = torch.randn(4 * microbatches, 16).to(device), fpipe.local(devices=[device] * ranks)
+    pipe = fpipe.pipeline([block] * count, name, loss=square, microbatches=microbatches, group=group)
     step = fpipe.value_and_grad(pipe)
     step(params, x, x)
     instructions = sum(len(plan.instructions) for plan in pipe.plan(params, x, x).by_rank.values())
@@ -46,7 +51,7 @@ def measure(name: str, ranks: int = 4, microbatches: int = 8, rounds: int = 40) 
         return call
 
     # A second pipeline whose programs are timed: its steps are not.
-    timed_pipe = fpipe.pipeline([block] * count, name, loss=square, microbatches=microbatches, group=fpipe.local(ranks))
+    timed_pipe = fpipe.pipeline([block] * count, name, loss=square, microbatches=microbatches, group=group)
     original = runner._program
     runner._program = lambda ins, *rest: original(_with(ins, timed(ins.program.run)), *rest)
     timed_step = fpipe.value_and_grad(timed_pipe)
@@ -76,11 +81,20 @@ def _with(ins, run):
 
 def main() -> None:
     """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--json")
+    args = parser.parse_args()
     torch.set_num_threads(1)
+    rows = []
     print(f"{'schedule':24} {'step ms':>8} {'programs ms':>12} {'instructions':>13} {'us each':>8}")
     for name in NAMES:
-        r = measure(name)
+        r = measure(name, rounds=args.rounds)
+        rows.append({"schedule": name, **r})
         print(f"{name:24} {r['step ms']:8.2f} {r['programs ms']:12.2f} {r['instructions']:13d} {r['us each']:8.2f}")
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(rows, file, indent=1)
 
 
 if __name__ == "__main__":

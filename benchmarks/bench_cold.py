@@ -1,0 +1,98 @@
+"""From a cold process to the first step: 32 stages of one block function, traced, lowered, bound and run.
+
+Each schedule starts in a process of its own, in which torch is imported and nothing was traced. Then a second pipeline
+of the same functions is made there, which must trace nothing. The best of some starts counts, since other work on the
+machine can only add to it.
+
+    python -m benchmarks.bench_cold [--starts 3] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+STAGES, MICROBATCHES, WIDTH, TOKENS = 32, 8, 256, 64
+#: schedule, ranks of a local group; and, over processes, gloo
+CASES = (("1F1B", 32, False), ("Interleaved1F1B", 4, False), ("ZBVZeroBubble", 16, False), ("Interleaved1F1B", 2, True))
+LIMIT = 3.0
+
+
+def start(name: str, ranks: int, processes: bool) -> dict[str, Any]:
+    """Seconds of a cold start, in this process or in one a rank."""
+    if not processes:
+        return _start(name, ranks)
+    import fpipe
+
+    return max(fpipe.launch(_start, name, 0, ranks=ranks), key=lambda found: found["first pipeline"])
+
+
+def _start(name: str, ranks: int) -> dict[str, Any]:
+    import torch
+
+    import fpipe
+    from benchmarks.bench_torch import make, square, stage
+    from fpipe import tracing
+
+    torch.set_num_threads(1)
+    traces = [0]
+    trace = tracing._trace
+
+    def counted(*args: Any) -> Any:
+        traces[0] += 1
+        return trace(*args)
+
+    tracing._trace = counted
+    group = fpipe.local(ranks) if ranks else fpipe.init(device="cpu")
+    params, x = make(STAGES, WIDTH, 1), torch.randn(MICROBATCHES, TOKENS, WIDTH)
+    found: dict[str, Any] = {}
+    for which in ("first", "second"):
+        group.barrier()
+        before, worked, count = time.perf_counter(), time.process_time(), traces[0]
+        pipe = fpipe.pipeline([stage] * STAGES, name, loss=square, microbatches=MICROBATCHES, group=group)
+        step, placed = fpipe.value_and_grad(pipe), pipe.place(params)
+        step(placed, x, x)
+        found[f"{which} pipeline"] = time.perf_counter() - before
+        found[f"{which} pipeline cpu"] = time.process_time() - worked
+        found[f"{which} traces"] = traces[0] - count
+        before = time.perf_counter()
+        step(placed, x, x)
+        found["warm step"] = time.perf_counter() - before
+    return found
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("--json")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(start(args.one[0], int(args.one[1]), args.one[2] == "True")))
+        return
+    rows = []
+    print(f"{STAGES} stages, {MICROBATCHES} microbatches; seconds, at most {LIMIT:g} for the first\n")
+    print(f"{'schedule':18} {'ranks':>12} {'first':>7} {'CPU':>6} {'traces':>7} {'second':>7} {'CPU':>6} {'traces':>7}"
+          f" {'warm':>7}")  # fmt: skip
+    for case in CASES:
+        command = [sys.executable, "-m", "benchmarks.bench_cold", "--one", *map(str, case)]
+        outs = [subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(args.starts)]
+        best = min((json.loads(out) for out in outs), key=lambda found: found["first pipeline"])
+        name, ranks, processes = case
+        where = f"{ranks} {'processes' if processes else 'local'}"
+        rows.append({"schedule": name, "ranks": where, **best})
+        cells = (f"{best[f'{k} pipeline']:7.2f} {best[f'{k} pipeline cpu']:6.2f} {best[f'{k} traces']:7d}"
+                 for k in ("first", "second"))  # fmt: skip
+        print(f"{name:18} {where:>12}", *cells, f"{best['warm step']:7.3f}", flush=True)
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(rows, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Lowering at scale: one rank's plan of 256 ranks and 2,048 microbatches; check and simulation of the whole schedule.
+
+No group of 256 is needed: lowering asks for programs of the rank's own stages and for the faces of all, and every stage
+here is the same function. Medians; the whole schedule in a process of its own, with the most memory that it held.
+
+    python -m benchmarks.bench_scale [--schedules 1F1B ZBVZeroBubble] [--rounds 3] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import optree
+import torch
+
+import fpipe
+from benchmarks.bench_torch import make, square, stage
+from fpipe.losses import loss_stage
+from fpipe.lower import lower
+from fpipe.plan import Job, Kinds
+from fpipe.resolve import Group1
+from fpipe.route import Face, Wires
+from fpipe.schedule import Schedule
+from fpipe.stage import Programs, Stage, as_stage
+from fpipe.tracing import Signature, programs_of
+
+RANKS, MICROBATCHES = 256, 2048
+WIDTH, TOKENS, BLOCKS = 16, 4, 2
+
+
+def programs(fn: Stage, params: Any, x: Group1) -> Programs:
+    """The programs of a function."""
+    groups = (Group1.of(params, True), x, Group1.of({}), Group1.of(None))
+    return programs_of(fn, Signature(tuple(g.spec for g in groups), tuple(g.leaves for g in groups)))
+
+
+class Model:
+    """As many of the same stage as a schedule wants, and a loss."""
+
+    def __init__(self) -> None:
+        (params,) = make(1, WIDTH, BLOCKS)
+        x = torch.randn(TOKENS, WIDTH)
+        self.x, made = Group1.of(x), Group1.of(x, True)
+        self.first = programs(as_stage(stage), params, self.x)
+        self.other = programs(as_stage(stage), params, made)
+        both = Group1(optree.treespec_tuple([made.spec, made.spec]), (*made.leaves, *self.x.leaves))
+        self.loss = programs(loss_stage(square, False), {}, both)
+
+    def job(self, schedule: Schedule, rank: int) -> Job:
+        """What a rank of many processes is to lower."""
+        sink = Face.of(self.loss)
+        faces = (Face.of(self.first), *[Face.of(self.other)] * (schedule.stages - 1))
+        wires = Wires(faces, sink.dxs, sink.takes_x, self.x.leaves)
+        held = {s: self.other if s else self.first for s in schedule.placement.stages_of(rank)}
+        return Job(schedule, (Kinds(wires, held, self.loss),), (0,) * schedule.microbatches, wired=True)
+
+
+def measure(model: Model, name: str, rounds: int) -> dict[str, Any]:
+    """The slowest of the first, a middle and the last rank: median seconds of lowering, and the plan's length."""
+    schedule = fpipe.make_schedule(name, RANKS, MICROBATCHES)
+    found = []
+    for rank in (0, RANKS // 2, RANKS - 1):
+        times, worked = [], []
+        for _ in range(rounds):
+            job = model.job(schedule, rank)
+            gc.collect()
+            start, busy = time.perf_counter(), time.process_time()
+            plan = lower(job, rank)
+            times.append(time.perf_counter() - start)
+            worked.append(time.process_time() - busy)
+        found.append({
+            "rank": rank, "instructions": len(plan.instructions), "lowering s": statistics.median(times),
+            "lowering cpu s": statistics.median(worked),
+        })  # fmt: skip
+    return {"schedule": name, **max(found, key=lambda row: row["lowering cpu s"]), **whole(name)}
+
+
+WHOLE = """
+import json, resource, sys, time
+from fpipe.generators import make_schedule
+made = make_schedule(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+start, busy = time.perf_counter(), time.process_time()
+made.check().simulate().total
+took, worked = time.perf_counter() - start, time.process_time() - busy
+unit = 1 if sys.platform == "darwin" else 1024
+print(json.dumps({"actions": sum(map(len, made)), "check + simulate s": took, "check + simulate cpu s": worked,
+                  "GiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}))
+"""
+
+
+def whole(name: str) -> dict[str, Any]:
+    """Check and simulation of all ranks, in a fresh process."""
+    command = [sys.executable, "-c", WHOLE, name, str(RANKS), str(MICROBATCHES)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--schedules", nargs="*", default=["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    model, rows = Model(), []
+    print(f"{RANKS} ranks, {MICROBATCHES} microbatches\n")
+    print(f"{'':18} {'':>5} {'instruc-':>9} {'lowering':>9} {'':>7} {'':>10} {'check and':>9} {'':>7} {'most':>5}")
+    print(f"{'schedule':18} {'rank':>5} {'tions':>9} {'s':>9} {'CPU s':>7} {'actions':>10} {'simulate':>9} {'CPU s':>7}"
+          f" {'GiB':>5}")  # fmt: skip
+    for name in args.schedules:
+        r = measure(model, name, args.rounds)
+        rows.append(r)
+        print(f"{name:18} {r['rank']:5d} {r['instructions']:9,} {r['lowering s']:9.2f} {r['lowering cpu s']:7.2f}"
+              f" {r['actions']:10,} {r['check + simulate s']:9.2f} {r['check + simulate cpu s']:7.2f} {r['GiB']:5.2f}",
+              flush=True)  # fmt: skip
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(rows, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
