@@ -81,8 +81,8 @@ def zoo() -> tuple[str, dict[str, bytes]]:
         "# The schedules", "",
         f"Every picture here is drawn by `fpipe draw`, for {P} ranks and {M} microbatches, where F, I and W of a",
         "rank's whole share of the model cost 1 each and B = I + W. *Total* is the makespan of all ranks; *span* the",
-        "longest time from a rank's own first start to its own last end; the bubble is 1 - work/span. A peak counts one",
-        "microbatch's activations of a rank's whole share. p is the number of ranks, m of microbatches, r a rank,",
+        "longest time from a rank's own first start to its own last end; the bubble is 1 - work/span. A peak counts",
+        "one microbatch's activations of a rank's whole share. p is the number of ranks, m of microbatches, r a rank,",
         "v the stages on a rank, w the waves.", "",
         "[Which one to take](howto/choose.md) · `fpipe compare` shows all of them for your own counts and costs", "",
     ]  # fmt: skip
