@@ -207,9 +207,8 @@ def memory(nodes: Iterable[fx.Node]) -> dict[str, Held]:
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             storage = value.untyped_storage()
             keep.append(storage)
-            root = roots.setdefault(storage._cdata, node.name)
-            if node.name.startswith("wait_tensor") and isinstance(node.args[0], fx.Node):  # gives what it waited for
-                root = found[node.args[0].name].root if node.args[0].name in found else root
+            waited = node.name.startswith("wait_tensor")  # it gives what it waited for
+            root = roots.setdefault(storage._cdata, found[str(node.args[0])].root if waited else node.name)
             given = found[root].given if root in found else node.op == "placeholder"
             found[node.name] = Held(root, storage.nbytes(), given)
     return found
