@@ -224,7 +224,9 @@ class _Kind:
         last = self.faces[-1]
         if self.loss is not None:
             sink = Face.of(self.loss)
-            return Wires(tuple(self.faces), sink.dxs, sink.takes_x, batch)
+            given_back = {source for source in sink.ys if isinstance(source, int)}  # the loss returns its own input
+            takes = tuple(reads or leaf in given_back for leaf, reads in enumerate(sink.takes_x))
+            return Wires(tuple(self.faces), sink.dxs, takes, batch)
         dxs = tuple((f"dx{j}", a) if a is not None and a.grad else None for j, a in enumerate(last.y_avals))
         return Wires(tuple(self.faces), dxs, (True,) * len(last.ys), batch)
 

@@ -155,15 +155,12 @@ class FakeGroup:
         return _Receiving(self, channel, channel.asked - 1, specs, src)
 
     def settle(self, dst: int, count: int) -> None:
-        """Let go of the oldest sends; one that its receiver has not yet asked for is found out."""
+        """Let go of the oldest sends, waiting, as a backend does, for receivers that have not yet asked for them."""
         self._call("settle")
         channel = self._sky.channel(self.rank, dst)
         for number in range(channel.settled, min(channel.settled + count, len(channel.sent))):
-            if number >= channel.asked:
-                raise GroupError(
-                    f"rank {self.rank} let go of message {number} to rank {dst}, which has not asked for it; a backend "
-                    f"would wait here, and the two might wait for each other"
-                )
+            what = f"to let go of message {number} to rank {dst}, which has not asked for it"
+            self._until(lambda number=number: channel.asked > number, dst, what)
             channel.settled += 1
 
     def flush(self) -> None:
