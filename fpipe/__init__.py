@@ -22,6 +22,7 @@ _TABLE = {
     "collectives.local": "local",
     "collectives.setup": "init",
     "debugging": "debug",
+    "dual": "hvp jvp",
     "errors": "ActionError BatchError DeadlockError FpipeError GroupError LaunchError MismatchError PeerError"
     " ScheduleError StageError StalledError TraceError UnsupportedError WeaveError",
     "interop.modules": "from_module to_module",
@@ -29,6 +30,7 @@ _TABLE = {
     "padding": "pad",
     "profiling": "measure_costs profile",
     "generators": "make_schedule register_schedule schedule_names",
+    "rowwise": "per_example",
     "schedule": "Schedule",
     "simulate": "Costs",
     "segments": "segment",
@@ -36,7 +38,7 @@ _TABLE = {
     "tracing": "trace",
     "timeline": "Timeline",
     "transforms": "Transform accumulate adamw add_noise apply_updates cast chain clip_by_global_norm clip_by_value"
-    " dynamic_loss_scale ema from_torch global_norm identity lion masked mean_over muon partition scale"
+    " dynamic_loss_scale ema from_torch global_norm identity lion masked mean_over muon optimistic partition scale"
     " scale_by_schedule sgd skip_nonfinite sum_tied weight_decay",
 }
 #: modules and packages that are public by their own name, as in ``fpipe.errors``
@@ -64,6 +66,8 @@ if TYPE_CHECKING:
     from .collectives.local import local as local
     from .collectives.setup import init as init
     from .debugging import debug as debug
+    from .dual import hvp as hvp
+    from .dual import jvp as jvp
     from .errors import ActionError as ActionError
     from .errors import BatchError as BatchError
     from .errors import DeadlockError as DeadlockError
@@ -87,6 +91,7 @@ if TYPE_CHECKING:
     from .padding import pad as pad
     from .profiling import measure_costs as measure_costs
     from .profiling import profile as profile
+    from .rowwise import per_example as per_example
     from .schedule import Schedule as Schedule
     from .segments import segment as segment
     from .simulate import Costs as Costs
@@ -113,6 +118,7 @@ if TYPE_CHECKING:
     from .transforms import masked as masked
     from .transforms import mean_over as mean_over
     from .transforms import muon as muon
+    from .transforms import optimistic as optimistic
     from .transforms import partition as partition
     from .transforms import scale as scale
     from .transforms import scale_by_schedule as scale_by_schedule

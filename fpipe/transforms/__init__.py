@@ -23,11 +23,13 @@ from .gathering import mean_over, sum_tied
 from .momentum import sgd
 from .newton_schulz import muon
 from .norms import clip_by_global_norm, clip_by_value, global_norm
+from .optimism import Optimistic, optimistic
 from .scaling import add_noise, cast, scale, scale_by_schedule, weight_decay
 from .signs import lion
 from .torch_optim import from_torch
 
 __all__ = [
+    "Optimistic",
     "Over",
     "Transform",
     "accumulate",
@@ -48,6 +50,7 @@ __all__ = [
     "masked",
     "mean_over",
     "muon",
+    "optimistic",
     "partition",
     "scale",
     "scale_by_schedule",

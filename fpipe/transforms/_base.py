@@ -16,6 +16,7 @@ from torch import Tensor
 from ..errors import TransformError
 from ..tree import Tree
 from . import _foreach as F
+from ._late import CHAINS
 from ._places import Places, by_kind, places, recording
 
 State: TypeAlias = Any
@@ -86,6 +87,7 @@ def chain(*transforms: Transform) -> Transform:
             after.append(part)
         return grads, tuple(after)
 
+    CHAINS[update] = transforms
     return Transform(init, update)
 
 

@@ -92,11 +92,19 @@ def board(values: Mapping[int, Tensor], slots: int, device: torch.device, over: 
     >>> board({0: torch.tensor(2.0), 2: torch.tensor(0.5)}, 3, torch.device("cpu"), None).tolist()
     [2.0, 0.0, 0.5]
     """
+    both = board_part(values, slots, device)
+    return board_whole(both if over is None else over.all_sum(both))
+
+
+def board_part(values: Mapping[int, Tensor], slots: int, device: torch.device) -> Tensor:
+    """What one process adds to the sum that is a board."""
     dtype = torch.float64 if device.type in _DOUBLE else torch.float32
     blank = torch.zeros((), dtype=dtype, device=device)
     row = torch.stack([values[slot].to(device, dtype) if slot in values else blank for slot in range(slots)])
     filled = torch.tensor([float(slot in values) for slot in range(slots)], dtype=dtype, device=device)
-    both = torch.stack([row, filled])
-    if over is not None:
-        both = over.all_sum(both)
+    return torch.stack([row, filled])
+
+
+def board_whole(both: Tensor) -> Tensor:
+    """The board from the sum of its parts."""
     return both[0] / both[1].clamp(min=1)

@@ -16,7 +16,8 @@ from ..errors import TransformError
 from ..tree import Tree
 from . import _foreach as F
 from ._base import State, Transform
-from ._over import Over, board_device
+from ._late import LATE, Late
+from ._over import Over, board_device, board_part
 from ._places import by_kind, count, places
 from .norms import scaled
 
@@ -42,15 +43,19 @@ def all_finite(tree: Tree, over: Over | None = None) -> bool:
     >>> all_finite([torch.ones(2)]), all_finite([torch.ones(2), torch.tensor(float("nan"))])
     (True, False)
     """
-    device = board_device(tree, over)
-    full = [leaf.detach() for leaf in places(tree).leaves if leaf.numel()]
-    (fine,) = by_kind(_fine, full)
-    bad = torch.zeros((), device=device)
-    if fine:
-        bad = (~torch.stack([flag.to(device) for flag in fine])).sum().to(torch.float32)
+    bad = _bad(tree, board_device(tree, over))
     if over is not None:
         bad = over.all_sum(bad)
     return bad.item() == 0
+
+
+def _bad(tree: Tree, device: torch.device) -> Tensor:
+    """How many leaves here are not finite."""
+    full = [leaf.detach() for leaf in places(tree).leaves if leaf.numel()]
+    (fine,) = by_kind(_fine, full)
+    if not fine:
+        return torch.zeros((), device=device)
+    return (~torch.stack([flag.to(device) for flag in fine])).sum().to(torch.float32)
 
 
 def _fine(leaves: list[Tensor]) -> list[list[Tensor]]:
@@ -80,6 +85,14 @@ def skip_nonfinite(*, over: Over | None = None) -> Transform:
             return grads, SkipState(state.skipped, torch.zeros_like(state.in_a_row))
         return None, SkipState(state.skipped + 1, state.in_a_row + 1)
 
+    def measure(grads: Tree) -> Tensor:
+        device = board_device(grads, over)
+        return board_part({0: _bad(grads, device)}, 1, device)
+
+    def judge(total: Tensor, state: State) -> State:
+        return SkipState(state.skipped, torch.zeros_like(state.in_a_row)) if total[0].item() == 0 else None
+
+    LATE[update] = Late(measure, judge)
     return Transform(init, update)
 
 

@@ -18,7 +18,8 @@ from ..errors import TransformError
 from ..tree import Tree, names
 from . import _foreach as F
 from ._base import State, Transform, stateless
-from ._over import Over, board, board_device, number_of_slots, stages_here
+from ._late import LATE, Late
+from ._over import Over, board, board_device, board_part, board_whole, number_of_slots, stages_here
 from ._places import by_kind, places, recording
 
 #: elements that one row of an exact norm takes in; any number would do, as long as it is always the same
@@ -100,6 +101,19 @@ def clip_by_global_norm(
                 return grads, ClipState(norm.detach())
             return at.tree(scaled(at.leaves, factor)), ClipState(norm.detach())
 
+    def measure(grads: Tree) -> Tensor | None:
+        if shards is not None:
+            return None  # takes two sums, one after the other
+        skip = _copies(tied if tied is not None else over.tied if over is not None else ())
+        device = board_device(grads, over)
+        with torch.no_grad():
+            return board_part(_shares(grads, over, skip, p, exact, device), number_of_slots(grads, over), device)
+
+    def judge(total: Tensor, state: State) -> State:
+        norm = torch.linalg.vector_norm(board_whole(total), p)
+        return ClipState(norm) if (max_norm / (norm + 1e-6)).clamp(max=1.0).item() == 1 else None
+
+    LATE[update] = Late(measure, judge)
     return Transform(init, update)
 
 
