@@ -142,6 +142,8 @@ class Fusing:
             stages = [part.stage for part in action.parts if part.op in ops]
             if len(set(stages)) < len(stages):
                 return f"two parts run {ops[0]} of stage {stages[0]}, whose order is part of the result"
+        if self.overlap.how == "weave" and any(own.compiled for p in action.parts for own, _, _ in self.programs(p)):
+            return "compiled programs run whole"
         if self.overlap.how == "function":
             return "" if len(action.parts) == 2 else f"a function takes two parts, here are {len(action.parts)}"
         if self.overlap.how == "weave" and not low.job.wired and not carries:

@@ -241,6 +241,14 @@ def test_a_weave_as_data_runs_in_a_pipeline(members: Any):
         )
 
 
+def test_why_nothing_is_woven_is_told(members: Any):
+    params, x = parameters(4), torch.ones(24, WIDTH)
+    told = str(pipe_of(mixing(None), "DualPipeV", 2, 4, fpipe.local(2)).plan(params, x, x))
+    assert "one after another: nothing is sent while it runs" in told
+    told = str(pipe_of(mixing(members), "DualPipeV", 2, 4, fpipe.local(2), compile="aot_eager").plan(params, x, x))
+    assert "one after another: compiled programs run whole" in told
+
+
 def test_a_plain_action_computes_beside_its_own_collectives(members: Any):
     pipe = pipe_of(mixing(members), "1F1B", 1, 1, fpipe.local(1))
     plan = pipe.plan(parameters(1), torch.ones(24, WIDTH), torch.ones(24, WIDTH))
