@@ -262,6 +262,7 @@ def pipeline(
     gradients and keeps a part, 2 keeps no whole one, 3 holds at most ``unsharded`` stages' parameters whole at once.
     ``own`` names leaves of which each copy has its own, as experts are that exchange their rows inside the stages.
 
+    >>> from fpipe import local
     >>> def layer(p, x): return torch.tanh(x @ p)
     >>> def loss(y, t): return (y - t).square().mean()
     >>> pipe = pipeline([layer, layer], "1F1B", loss=loss, microbatches=2, group=local(2))
