@@ -6,7 +6,10 @@ and the timelines are written. Nothing slow is imported before all options are k
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
+from shutil import which
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -106,18 +109,19 @@ def _tell(settings: Settings, outcome: Outcome, out: Path, console: Console) -> 
     console.print("\nThree things to try next:")
     for line, why in _next(settings, out):
         console.print(f"  [bold cyan]{line}[/]", soft_wrap=True)
-        console.print(f"      {why}")
+        console.print(f"      {why}", soft_wrap=True)
     return 0 if good else 1
 
 
 def _next(settings: Settings, out: Path) -> list[tuple[str, str]]:
     other = "DualPipeV" if settings.schedule.name != "DualPipeV" else "1F1B"
     p = settings.schedule.ranks
+    fpipe = "fpipe" if which("fpipe") else os.path.relpath(sys.argv[0])  # as it can be typed here
     return [
-        (f"fpipe view {out}", "open that page: zoom, hover over an action to see what it waited for, search 3F2"),
-        (f"fpipe train --schedule {other} --ranks {p} --out {out}-{other.lower()}", "the same losses, another order"),
+        (f"{fpipe} view {out}", "open that page: zoom, hover over an action to see what it waited for, search 3F2"),
+        (f"{fpipe} train --schedule {other} --ranks {p} --out {out}-{other.lower()}", "the same losses, another order"),
         (
-            f"fpipe compare --ranks {p} --microbatches {settings.schedule.microbatches}",
+            f"{fpipe} compare --ranks {p} --microbatches {settings.schedule.microbatches}",
             "all schedules, bubbles and memory",
         ),
     ]
