@@ -280,15 +280,8 @@ def pipeline(
     return Pipeline(
         stages, schedule, loss=loss, microbatches=microbatches, group=group or init(), reduction=reduction,
         seed=seed, frozen=frozen, tied=tied, outputs=outputs, accumulate=accumulate, engine=engine, compile=compile,
-        overlap=overlap, copies=_copies(dp, zero, reduce_dtype, bucket_bytes, unsharded, reduction == "mean", own),
+        overlap=overlap, copies=Copies.of(dp, zero, reduce_dtype, bucket_bytes, unsharded, reduction == "mean", tuple(own)),
     )  # fmt: skip
-
-
-def _copies(dp: Group | None, zero: int, dtype: torch.dtype | None, bucket: int, unsharded: int, mean: bool,
-            own: Sequence[str]) -> Copies | None:  # fmt: skip
-    if dp is None and zero:
-        raise StageError(f"zero={zero} needs copies to share with; pass dp=, which fpipe.init(dp=...) has as .dp")
-    return None if dp is None else Copies(dp, zero, dtype, bucket, unsharded, mean, tuple(own))
 
 
 def _settled(stage: Stage, engine: Engine, compile: str | None) -> Stage:

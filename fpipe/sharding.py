@@ -48,6 +48,13 @@ class Copies:
         if self.bucket < 1 or self.unsharded < 1:
             raise StageError(f"bucket_bytes={self.bucket}, unsharded={self.unsharded}; both must be 1 at least")
 
+    @classmethod
+    def of(cls, group: Group | None, zero: int, *rest: Any) -> Copies | None:
+        """What the arguments ask for; ``None`` without a group of copies."""
+        if group is None and zero:
+            raise StageError(f"zero={zero} needs copies to share with; pass dp=, which fpipe.init(dp=...) has as .dp")
+        return None if group is None else cls(group, zero, *rest)
+
     @property
     def part(self) -> int:
         """Which copy this process belongs to."""
