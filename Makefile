@@ -11,7 +11,7 @@ ARGS   ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench docs clean
+.PHONY: help demo test lint format bench bench-gpu docs clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -51,8 +51,11 @@ format: $(VENV)/.installed-dev ## let ruff put the code in order
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.installed-dev ## fpipe beside torch.distributed.pipelining
+bench: $(VENV)/.installed-dev ## all benchmarks of a CPU, into docs/performance.md; ARGS="torch limit" for some
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+bench-gpu: $(VENV)/.installed-dev ## those of one GPU, where there is one
+	@$(BIN)/python -m benchmarks gpu $(ARGS)
 
 docs: $(VENV)/.installed-docs ## build the docs into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict

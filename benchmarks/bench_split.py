@@ -33,6 +33,7 @@ def block(p, x):
 
 def make(width: int) -> dict[str, torch.Tensor]:
     """Parameters of one block."""
+
     def weight(*shape):
         return torch.randn(*shape) * width**-0.5
 

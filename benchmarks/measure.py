@@ -1,10 +1,14 @@
-"""What every benchmark here shares: alternating runs, medians, one thread."""
+"""What every benchmark here shares: alternating runs, medians, one thread, and a note of what it all ran on."""
 
 from __future__ import annotations
 
+import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 
 import torch
 
@@ -27,3 +31,24 @@ def alternate(runs: Sequence[Callable[[], object]], rounds: int = 30, warmup: in
 def ratio(a: Sequence[float], b: Sequence[float]) -> float:
     """The median of the ratios of neighbouring runs."""
     return statistics.median(x / y for x, y in zip(a, b, strict=True))
+
+
+def load() -> float:
+    """How many processes wanted to run, on average over the last minute."""
+    return round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else float("nan")
+
+
+def about(before: float) -> dict[str, object]:
+    """What a benchmark ran on, and the load before and after it."""
+    return {
+        "processor": _processor(), "cores": os.cpu_count(), "system": platform.system(), "torch": torch.__version__,
+        "python": platform.python_version(), "load": [before, load()],
+        "day": datetime.now(UTC).date().isoformat(),
+    }  # fmt: skip
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,78 @@
+"""All benchmarks of a CPU, one after another: tables to the screen, JSON to results/, and docs/performance.md.
+
+    python -m benchmarks [NAME ...] [--quick] [--into FOLDER]
+
+Each runs in a process of its own, one thread a process. Whoever runs it sees to it that the machine has nothing else to
+do: the load before and after is noted in each file. ``--quick`` takes few rounds, writes nothing of it down, and is for
+seeing that all of it runs. That of a GPU runs where it is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.measure import about, load
+from benchmarks.report import PAGE, RESULTS, write
+
+FOUR = ("--ranks", "4", "--sizes", "medium")
+
+#: name -> (module, its arguments, those of a quick run)
+BENCHES: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
+    "torch": ("bench_torch", ("--rounds", "25"), ("--rounds", "2", "--sizes", "small")),
+    "torch4": ("bench_torch", ("--rounds", "15", *FOUR), ("--rounds", "1", *FOUR, "--schedules", "ZBVZeroBubble")),
+    "limit": ("bench_limit", ("--rounds", "25"), ("--rounds", "2", "--sizes", "small")),
+    "split": ("bench_split", ("--rounds", "60"), ("--rounds", "2")),
+    "runner": ("bench_runner", (), ("--rounds", "2")),
+    "cold": ("bench_cold", (), ("--starts", "1")),
+    "scale": ("bench_scale", (), ("--rounds", "1", "--schedules", "1F1B")),
+    "schedules": ("bench_schedules", (), ("--ranks", "8", "--microbatches", "16", "--rounds", "1", "--large", "")),
+    "optimizer": ("bench_optimizer", (), ("--rounds", "2", "--sides", "32")),
+    "gpu": ("bench_gpu", (), ("--rounds", "1", "--width", "256", "--tokens", "64")),
+}  # fmt: skip
+UNASKED = [name for name in BENCHES if name != "gpu"]
+
+
+def run(name: str, quick: bool, into: Path) -> int:
+    """One benchmark; what it found is written with what it ran on."""
+    module, full, short = BENCHES[name]
+    print(f"\n---- {name}: {module}, load {load()} " + "-" * 40 + "\n", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        found, before = Path(folder, "found.json"), load()
+        command = [sys.executable, "-m", f"benchmarks.{module}", *(short if quick else full), "--json", str(found)]
+        status = subprocess.run(command, check=False).returncode
+        if found.exists() and status == 0 and not quick:
+            rows = json.loads(found.read_text(encoding="utf-8"))
+            text = json.dumps({"about": about(before), "rows": rows}, indent=1)
+            into.mkdir(exist_ok=True)
+            (into / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    return status
+
+
+def main() -> int:
+    """Run those that were named, or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHES)}; all but gpu by default")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--into", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    unknown = set(given.names) - set(BENCHES)
+    if unknown:
+        parser.error(f"there is no benchmark {', '.join(sorted(unknown))}; there are {', '.join(BENCHES)}")
+    failed = [name for name in given.names or UNASKED if run(name, given.quick, given.into)]
+    if failed:
+        print(f"\nfailed: {', '.join(failed)}")
+        return 1
+    if not given.quick and given.into == RESULTS and RESULTS.exists():
+        write(PAGE)
+        print(f"\nwrote {PAGE.relative_to(Path.cwd()) if PAGE.is_relative_to(Path.cwd()) else PAGE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

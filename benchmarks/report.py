@@ -1,0 +1,216 @@
+"""``docs/performance.md`` out of ``results/*.json``: every figure beside the one it should keep to.
+
+python -m benchmarks.report            writes the page
+python -m benchmarks.report --check    says whether the page is what the results say
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+HERE = Path(__file__).resolve().parent
+RESULTS, PAGE = HERE / "results", HERE.parent / "docs" / "performance.md"
+Rows: TypeAlias = list[dict[str, Any]]
+
+PLAIN = ("GPipe", "1F1B")
+
+HEAD = """# Performance
+
+Made by `make bench` from what it measured; `python -m benchmarks.report` makes it again from the files in
+`benchmarks/results/`. **Bold** is a figure beyond the one that it should keep to. All times are medians, the sides of a
+comparison take turns, and each process has one thread. A load well above the count of processes says that the machine
+had other work as well: then ratios are worth more than times.
+"""
+
+
+def page() -> str:
+    """The whole page, of those results that are there."""
+    parts = [HEAD]
+    for name, (title, text, table) in SECTIONS.items():
+        file = RESULTS / f"{name}.json"
+        if file.exists():
+            found = json.loads(file.read_text(encoding="utf-8"))
+            parts += [f"## {title}\n\n{text}\n", "\n".join(table(found["rows"])) + "\n", _where(found["about"])]
+    return "\n".join(parts)
+
+
+def write(path: Path) -> None:
+    """Write the page."""
+    path.write_text(page(), encoding="utf-8")
+
+
+def _where(about: dict[str, Any]) -> str:
+    before, after = about["load"]
+    return (
+        f"<small>{about['processor']}, {about['cores']} cores, torch {about['torch']}, Python {about['python']}; "
+        f"{about['day']}, load {before:g} before and {after:g} after</small>\n"
+    )
+
+
+def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield "| " + " | ".join(heads) + " |"
+    yield "|---|" + "---:|" * (len(heads) - 1)
+    for line in lines:
+        yield "| " + " | ".join(line) + " |"
+
+
+def _kept(value: float, most: float, text: str, least: float = 0.0) -> str:
+    """The text, bold where the value is out of its bounds."""
+    return text if least <= value <= most else f"**{text}**"
+
+
+# ---- sections -------------------------------------------------------------------------------------------------------
+def _beside_torch(rows: Rows) -> Iterator[str]:
+    lines = []
+    for r in rows:
+        most = (0.60 if r["schedule"] in PLAIN else 0.25) if r["size"] == "small" else 0.90
+        more = r["fpipe bytes"] / r["torch bytes"]
+        off = abs(r["fpipe bytes"] / r["plan bytes"] - 1)
+        lines.append([
+            f"{r['schedule']}, {r['size']}", f"{r['fpipe ms']:.2f}", f"{r['torch ms']:.2f}",
+            _kept(r["ratio"], most, f"{r['ratio']:.2f}"), f"{most:.2f}",
+            f"{r['fpipe bytes'] / 1024:,.0f}", f"{r['torch bytes'] / 1024:,.0f}", _kept(more, 1.0, f"{more:.2f}"),
+            _kept(off, 0.02, f"{off:.1%}"),
+        ])  # fmt: skip
+    heads = ("", "fpipe ms", "torch ms", "ratio", "at most", "fpipe KiB", "torch KiB", "ratio", "off the plan")
+    yield from _table(heads, lines)
+
+
+def _limit(rows: Rows) -> Iterator[str]:
+    lines = []
+    for r in rows:
+        most = 1.6 if r["size"] == "small" else 1.15
+        bounds = (1.1, 0.9) if r["size"] == "medium" else (float("inf"), 0.0)
+        lines.append([
+            f"{r['schedule']}, {r['size']}", f"{r['limit ms']:.2f}", f"{r['step ms']:.2f}",
+            _kept(r["step / limit"], most, f"{r['step / limit']:.2f}"), f"{most:.2f}", f"{r['foretold ms']:.2f}",
+            _kept(r["foretold / step"], bounds[0], f"{r['foretold / step']:.1%}", bounds[1]), f"{r['message us']:.0f}",
+        ])  # fmt: skip
+    yield from _table(
+        ("", "limit ms", "step ms", "ratio", "at most", "foretold ms", "of the step", "message us"), lines
+    )
+
+
+def _split(rows: Rows) -> Iterator[str]:
+    lines = [
+        [f"width {r['width']}", f"{r['whole ms']:.2f}", f"{r['split ms']:.2f}",
+         _kept(r["split/whole"], 1.03, f"{r['split/whole']:.3f}"), f"{r['torch ms']:.2f}", f"{r['split/torch']:.2f}"]
+        for r in rows
+    ]  # fmt: skip
+    yield from _table(("", "F, B ms", "F, I, W ms", "ratio (at most 1.03)", "torch's split ms", "ratio"), lines)
+
+
+def _runner(rows: Rows) -> Iterator[str]:
+    lines = [
+        [r["schedule"], f"{r['step ms']:.2f}", f"{r['programs ms']:.2f}", f"{r['instructions']:,}",
+         _kept(r["us each"], 5.0, f"{r['us each']:.2f}")]
+        for r in rows
+    ]  # fmt: skip
+    yield from _table(("", "step ms", "programs ms", "instructions", "us an instruction (at most 5)"), lines)
+
+
+def _cold(rows: Rows) -> Iterator[str]:
+    lines = [
+        [f"{r['schedule']}, {r['ranks']}", _kept(r["first pipeline"], 3.0, f"{r['first pipeline']:.2f}"),
+         f"{r['first pipeline cpu']:.2f}", f"{r['first traces']}", f"{r['second pipeline']:.2f}",
+         _kept(r["second traces"], 0, f"{r['second traces']}"), f"{r['warm step']:.3f}"]
+        for r in rows
+    ]  # fmt: skip
+    heads = ("", "first s (at most 3)", "CPU s", "traces", "second s", "traces (0)", "a warm step s")
+    yield from _table(heads, lines)
+
+
+def _scale(rows: Rows) -> Iterator[str]:
+    lines = [
+        [r["schedule"], f"{r['instructions']:,}", _kept(r["lowering s"], 1.0, f"{r['lowering s']:.2f}"),
+         f"{r['lowering cpu s']:.2f}", f"{r['actions']:,}",
+         _kept(r["check + simulate s"], 8.0 * max(r["actions"] / 1.5e6, 1), f"{r['check + simulate s']:.2f}"),
+         f"{r['check + simulate cpu s']:.2f}", _kept(r["GiB"], 2.0, f"{r['GiB']:.2f}")]
+        for r in rows
+    ]  # fmt: skip
+    heads = ("", "instructions of a rank", "lowering s (at most 1)", "CPU s", "actions of all", "check, simulate s (at "
+             "most 8 for 1.5 million)", "CPU s", "GiB (at most 2)")  # fmt: skip
+    yield from _table(heads, lines)
+
+
+def _schedules(found: Any) -> Iterator[str]:
+    columns = ("make", "check", "simulate", "figures")
+    lines = [
+        [name, f"{row['actions']:,}", *(f"{1e3 * row[c]:.1f}" for c in columns)]
+        for name, row in found["schedules"].items()
+    ]
+    yield from _table(("64 ranks, 512 microbatches", "actions", *(f"{c} ms" for c in columns)), lines)
+
+
+def _optimizer(found: Any) -> Iterator[str]:
+    names = list(dict.fromkeys(name for table in found.values() for name in table))
+    lines = [[name, *(f"{t[name][0]:.2f} ({t[name][1]:.2f})" for t in found.values())] for name in names]
+    yield from _table(("ms, and the ratio to torch", *(f"{side} x {side}" for side in found)), lines)
+
+
+def _gpu(rows: Rows) -> Iterator[str]:
+    cell = lambda value: "" if value is None else f"{value:.3f}"
+    lines = [
+        [r["what"], f"{cell(r['fpipe'])} {r['unit']}", f"{cell(r['peer'])} {r['unit']}" if r["peer"] else "",
+         _kept(r["ratio"] or r["fpipe"], r["limit"], cell(r["ratio"] or r["fpipe"])), f"{r['limit']:g}"]
+        for r in rows
+    ]  # fmt: skip
+    yield from _table((rows[0]["device"] if rows else "", "fpipe", "peer", "", "at most"), lines)
+
+
+_PEER = (
+    "The same model, microbatches and processes over gloo, 8 microbatches; blocks of LayerNorm, Linear(D, 4D), GELU, "
+    "Linear and a residual. Small: D = 16, 4 tokens, 1 block a stage; medium: D = 256, 64 tokens, 2 blocks. Bytes are "
+    "the most that a rank holds in a step, by one counter for both; the plan foretells fpipe's."
+)
+_LIMIT = (
+    "Two processes. The limit is the simulator's makespan with the times of the programs alone, every rank running its "
+    "own at once, and the time of a message between two idle ranks, one way. What is foretold is the makespan by the "
+    "costs that `fpipe profile` takes: of programs and messages as they are within a step. At medium it should be "
+    "within 10 % of the step."
+)
+_SPLIT = (
+    "Four transformer blocks as one stage: the backward in two parts beside the backward in one, and torch's split."
+)
+_RUNNER = "A step less the programs that it calls, over its instructions; small stages, a local group of 4 ranks."
+_COLD = (
+    "32 stages of one block function (D = 256), 8 microbatches, from `fpipe.pipeline` to the end of the first step; "
+    "then a second pipeline of the same functions. Best of three cold processes; torch is imported before."
+)
+_SCALE = "256 ranks, 2,048 microbatches: one rank's plan, of the rank that takes longest; and the whole schedule."
+
+#: result -> (title, what was done, the table)
+SECTIONS: dict[str, tuple[str, str, Callable[[Any], Iterator[str]]]] = {
+    "torch": ("Beside torch.distributed.pipelining, 2 processes", _PEER, _beside_torch),
+    "torch4": ("Beside torch.distributed.pipelining, 4 processes", "As above.", _beside_torch),
+    "limit": ("Against the limit, and against the forecast", _LIMIT, _limit),
+    "split": ("What splitting the backward costs", _SPLIT, _split),
+    "runner": ("What the runner costs", _RUNNER, _runner),
+    "cold": ("Cold start", _COLD, _cold),
+    "scale": ("Scale", _SCALE, _scale),
+    "schedules": ("Schedules as data", "Medians of five, in plain Python, torch not imported.", _schedules),
+    "optimizer": (
+        "Optimizers",
+        "200 parameters in 8 stages; torch's is foreach AdamW, or clipping and it.",
+        _optimizer,
+    ),
+    "gpu": ("On one GPU", "A local group of four ranks on the one GPU, ZBV; `make bench-gpu`.", _gpu),
+}
+
+
+def main() -> int:
+    """Write the page, or compare it."""
+    if "--check" in sys.argv[1:]:
+        same = PAGE.exists() and PAGE.read_text(encoding="utf-8") == page()
+        print("the page is what the results say" if same else "the page is not what the results say; write it anew")
+        return 0 if same else 1
+    write(PAGE)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
