@@ -66,7 +66,7 @@ def shell(line: str) -> None:
 
 def run(page: Path) -> None:
     names: dict[str, object] = {"__name__": "page"}
-    output = ""
+    output: str | None = None  # a block of text that no code stands before is a drawing
     for block in blocks(page.read_text(encoding="utf-8")):
         where = f"{page.relative_to(ROOT)}:{block.line}"
         heard = io.StringIO()
@@ -78,12 +78,14 @@ def run(page: Path) -> None:
             elif block.kind == "sh":
                 for line in filter(None, block.code.splitlines()):
                     shell(line)
+            elif block.kind == "text" and output is None:
+                continue
             elif block.kind == "text":
                 same = doctest.OutputChecker().check_output(block.code, output, doctest.ELLIPSIS)
                 assert same, f"{where}: this is printed:\n{output}"
             else:
                 raise AssertionError(f"{where}: a block is python, sh or text, not {block.kind!r}")
-        output = heard.getvalue()
+        output = None if block.kind == "text" else heard.getvalue()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
