@@ -47,6 +47,11 @@ def test_loss_falls_in_one_process(name: str):
     assert losses[-1] < losses[0]
 
 
+def test_per_example_runs(capsys: pytest.CaptureFixture[str]):
+    load("per_example").main()
+    assert capsys.readouterr().out.strip()
+
+
 def test_custom_schedule_holds_what_it_says(tmp_path: Path):
     timeline = load("custom_schedule").main(str(tmp_path / "capped.svg"))
     assert timeline.peak == (3, 3, 2, 1)
