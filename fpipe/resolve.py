@@ -289,20 +289,21 @@ def _on(leaf: Leaf, device: torch.device) -> Leaf:
 
 
 def _exchange(recipe: Recipe, request: Request, kinds: Sequence[_Kind]) -> None:
-    """Let every process know every face. Each round, whoever holds the next stage tells it."""
+    """Let every process know every face. Each round, whoever holds the next stages tells theirs."""
     stages = request.schedule.stages
 
     def advance() -> list[list[Face]]:
+        known = [len(kind.faces) for kind in kinds]
         for kind in kinds:
             while len(kind.faces) < stages and kind.advance():
                 pass
-        return [kind.faces for kind in kinds]
+        return [kind.faces[count:] for kind, count in zip(kinds, known, strict=True)]
 
     while any(len(kind.faces) < stages for kind in kinds):
         before = [len(kind.faces) for kind in kinds]
         told = together(recipe.group, advance)
-        for index, kind in enumerate(kinds):
-            kind.faces = list(max((faces[index] for faces in told), key=len))
+        for index, (kind, count) in enumerate(zip(kinds, before, strict=True)):
+            kind.faces = [*kind.faces[:count], *max((faces[index] for faces in told), key=len)]
         if before == [len(kind.faces) for kind in kinds]:
             raise MismatchError(
                 f"no process told what stage {min(before)} gives; every process must run the same pipeline"
