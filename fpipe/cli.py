@@ -163,8 +163,9 @@ _costs_option = click.option(
     "--costs",
     metavar="F=1,I=1,...",
     default="",
-    help="What actions cost: F, I, W, B (I + W), overlap (a fused action), comm (a message), and for memory and "
-    "bandwidth saved, kept, boundary, bandwidth. F=1:2:1 is one number per stage. Or a file that fpipe profile wrote.",
+    help="What actions cost: F, I, W, B (I + W), overlap (a fused action), comm (a message), send and receive (what it "
+    "costs either rank), and for memory and bandwidth saved, kept, boundary, bandwidth. F=1:2:1 is one number per "
+    "stage. Or a file that fpipe profile wrote.",
 )
 
 
