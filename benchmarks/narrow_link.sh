@@ -17,7 +17,7 @@ for side in a b; do
   ip -n fpipe-$side addr add 10.77.0.$([ $side = a ] && echo 1 || echo 2)/24 dev fpipe-v$side
   ip -n fpipe-$side link set fpipe-v$side up
   ip -n fpipe-$side link set lo up
-  ip netns exec fpipe-$side tc qdisc add dev fpipe-v$side root tbf rate "$rate" burst 256kb latency 20ms
+  ip netns exec fpipe-$side tc qdisc add dev fpipe-v$side root tbf rate "$rate" burst 64kb latency 400ms
 done
 export MASTER_ADDR=10.77.0.1 MASTER_PORT=29501 WORLD_SIZE=2 LOCAL_WORLD_SIZE=1 LOCAL_RANK=0
 RANK=1 GLOO_SOCKET_IFNAME=fpipe-vb ip netns exec fpipe-b "$@" &
