@@ -16,6 +16,7 @@ import torch
 
 from . import tree
 from ._fake import wrapped
+from .ambient import ambient, without_autocast
 from .collect import Collected, collect, output_tree
 from .debugging import check, check_leaks, debugging
 from .errors import BatchError, StageError
@@ -24,7 +25,6 @@ from .microbatch import Microbatches, Parts, count, merge, split
 from .resolve import Group1, Request, Resolved, resolve
 from .run import drive, execute, registers
 from .sharding import Layout
-from .tracing import ambient
 from .tree import matches
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ class Call:
             start, stop = (0, None) if phase is None else (0, split_at) if phase == 0 else (split_at, None)
             runs[rank] = execute(bound, regs[rank], start, stop)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), without_autocast():
                 drive(runs, lambda rank: str(getattr(group, "last", lambda _: "waiting")(rank)))
                 group.flush()
             if phase != 0 and (self.pipe.debugging or debugging()):

@@ -21,6 +21,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from . import tree
+from .ambient import ambient, under
 from .collectives.group import arriving
 from .errors import StageError
 from .program import Program
@@ -72,7 +73,7 @@ class _Engine:
 
     def __init__(self, stage: Stage, signature: Signature, told: Told):
         self.stage, self.signature, self.told = stage, signature, told
-        self.made = told.outputs
+        self.made, self.around = told.outputs, ambient()
         p, x = signature.leaves[:2]
         self.dps = {i: f"dp{i}" for i, a in enumerate(p) if isinstance(a, Aval) and a.grad}
         self.dxs = {i: f"dx{i}" for i, a in enumerate(x) if isinstance(a, Aval) and a.grad}
@@ -110,7 +111,8 @@ class _Engine:
                   for group, avals in zip(groups[:3], self.signature.leaves, strict=False)]  # fmt: skip
         state = [t.clone() if isinstance(t, torch.Tensor) else t for t in groups[3]]
         hooks = RemovableHandle.next_id
-        y, aux, new = record(self.stage, self.signature, [*leaves, state], self.made.copies)
+        with under(self.around):
+            y, aux, new = record(self.stage, self.signature, [*leaves, state], self.made.copies)
         hooked = RemovableHandle.next_id != hooks
         self._refuse_writes(versions, _versions(groups))
         ys = self._check(y, aux, new, leaves[1])

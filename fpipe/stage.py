@@ -19,6 +19,7 @@ from torch.fx.traceback import annotate
 from torch.utils.checkpoint import checkpoint
 
 from . import tree
+from .ambient import without_autocast
 from .errors import StageError
 from .program import Program
 from .wrapping import Kind, kind_of, rebuild
@@ -276,7 +277,7 @@ class ByHand:
         self.code = program.code
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast():
             return self._call(self.programs, *args, **kwargs)
 
     def __repr__(self) -> str:

@@ -17,6 +17,7 @@ from torch import fx
 from . import _fake, tree
 from ._marks import collecting, followed
 from ._purity import spell_out
+from .ambient import ambient, without_autocast
 from .compiling import compiled
 from .cut import Joint, Piece, cut
 from .eager import eager_programs
@@ -66,14 +67,6 @@ _STRONG: dict[Any, dict[Any, Programs]] = {}
 _EAGER: weakref.WeakValueDictionary[Any, Programs] = weakref.WeakValueDictionary()
 
 
-def ambient() -> tuple[Any, ...]:
-    """Global settings that a trace bakes in."""
-    if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
-        return ()
-    kinds = ("cpu", "cuda")
-    return tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
-
-
 # ---- tracing --------------------------------------------------------------------------------------------------------
 
 
@@ -116,7 +109,7 @@ def _joint_graph(stage: Stage, signature: Signature, made: Outputs) -> fx.GraphM
                for v, a in zip(group, avals, strict=True) if isinstance(a, Aval) and a.grad]  # fmt: skip
         if not ends or not wrt:
             return (*ys, *([] if aux is None else [aux]), *tree.leaves(state), *([None] * len(wrt)))
-        with followed(ends, marks):
+        with without_autocast(), followed(ends, marks):
             grads = torch.autograd.grad(ends, wrt, flat[count:], allow_unused=True)
         return (*ys, *([] if aux is None else [aux]), *tree.leaves(state), *grads)
 

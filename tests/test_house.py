@@ -32,7 +32,7 @@ FLOORS = (
     ("tree",),
     ("microbatch",),
     ("padding",),
-    ("program",),
+    ("program", "ambient"),
     ("cut", "_purity"),
     ("compiling",),
     ("stage", "_marks", "estimates", "ops"),

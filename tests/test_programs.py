@@ -589,6 +589,33 @@ def test_autocast_around_a_trace_is_part_of_it():
     assert plain.dtype is torch.float32 and cast.dtype is torch.bfloat16
 
 
+def half_precise(p, x):
+    """Part of it under the autocast around, part without, as loss functions often are."""
+    h = x @ p
+    with torch.autocast("cpu", enabled=False):
+        return torch.tanh(h.float() @ p)
+
+
+@pytest.mark.parametrize("engine", ["trace", "eager"])
+def test_autocast_around_a_pipeline_is_applied_once_and_not_to_backwards(engine: Any):
+    params, x = [torch.randn(3, 3) for _ in range(2)], torch.randn(4, 3)
+    pipe = fpipe.pipeline(
+        [half_precise] * 2, "1F1B", loss=lambda y: (y @ y.T).sum(), microbatches=2, group=fpipe.local(2), engine=engine
+    )
+    leaves = [p.clone().requires_grad_() for p in params]
+    total, sums = 0, [0, 0]
+    for part in x.chunk(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = half_precise(leaves[1], half_precise(leaves[0], part))
+            loss = (y @ y.T).sum()
+        grads = torch.autograd.grad(loss * 0.5, leaves)
+        total, sums = total + loss.detach() * 0.5, [a + b for a, b in zip(sums, grads, strict=True)]
+    with torch.autocast("cpu", torch.bfloat16):
+        value, made = fpipe.value_and_grad(pipe)(params, x)
+    assert torch.equal(value, total)
+    assert all(torch.equal(a, b) for a, b in zip(made, sums, strict=True))
+
+
 # ---- compilers ------------------------------------------------------------------------------------------------------
 def compiles(backend: str) -> None:
     stage = fpipe.Stage(tanh_layer, compile=backend)
