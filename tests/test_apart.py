@@ -98,8 +98,8 @@ def uneven(schedule: str, group: Any) -> Any:
     for sizes in ((1, 4, 2, 1), (3, 1, 2, 2), (8,) if schedule != "DualPipe" else (1, 4, 2, 1)):
         xs, ts = fpipe.Microbatches(x.split(sizes)), fpipe.Microbatches(t.split(sizes))
         made.append(fpipe.value_and_grad(pipe)(params, xs, ts))
-    return {"value": [loss for loss, _ in made], "grads": [sum(g) if g[0] is not None else None for g in
-                                                            zip(*(grads for _, grads in made), strict=True)]}  # fmt: skip
+    columns = zip(*(grads for _, grads in made), strict=True)
+    return {"value": [loss for loss, _ in made], "grads": [None if c[0] is None else sum(c) for c in columns]}
 
 
 def pulled(schedule: str, group: Any) -> Any:

@@ -340,10 +340,12 @@ def test_an_unknown_deadlock():
     assert re.search(r"\b[01][FB][01]\b", str(caught.value))
 
 
-ROWS = """first stage frozen, zero-bubble schedule; a stage output that depends on parameters only; a middle stage
-that ends in a 3-D linear with bias; activation checkpointing under I/W; custom autograd.Function under I/W; memory at I;
-eval on ZBV or DualPipeV; eval after step; two steps without zeroing; uneven or shorter microbatches, a changed length at the
-second step; dict between stages; BatchNorm; torch.compile of a stage; OVERLAP_F_B; parser; an unknown deadlock"""
+ROWS = """
+first stage frozen, zero-bubble schedule; a stage output that depends on parameters only; a middle stage that ends in a
+3-D linear with bias; activation checkpointing under I/W; custom autograd.Function under I/W; memory at I; eval on ZBV
+or DualPipeV; eval after step; two steps without zeroing; uneven or shorter microbatches, a changed length at the second
+step; dict between stages; BatchNorm; torch.compile of a stage; OVERLAP_F_B; parser; an unknown deadlock
+"""
 
 
 def test_every_case_has_its_test():
