@@ -56,7 +56,7 @@ def launch(
         return on_ray(fn, args, ranks, timeout, env or {}, resource or None)
     if on != "processes":
         raise LaunchError(f"on={on!r} with start={start!r}; give on='processes', or on='ray' without start=")
-    context = _context(start)
+    context = _context(start, fn)
     kept = store("127.0.0.1")
     children: list[_Child] = []
     try:
@@ -90,12 +90,14 @@ def _how(code: int | None) -> str:
     return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
 
 
-def _context(start: str | None) -> Any:
+def _context(start: str | None, fn: Callable[..., Any]) -> Any:
     if start is None:
         main = sys.modules.get("__main__")
         scripted = hasattr(main, "__file__") or getattr(main, "__spec__", None) is not None
+        # What a notebook defined can be imported by nobody: its processes are forked. All others start clean.
+        typed = getattr(fn, "__module__", None) == "__main__" and not scripted
         methods = mp.get_all_start_methods()
-        start = next(name for name in (("forkserver", "spawn") if scripted else ("fork", "spawn")) if name in methods)
+        start = next(name for name in (("fork", "spawn") if typed else ("forkserver", "spawn")) if name in methods)
     if start not in mp.get_all_start_methods():
         raise LaunchError(f"start={start!r}; this machine has {', '.join(mp.get_all_start_methods())}")
     context = mp.get_context(start)

@@ -116,6 +116,7 @@ def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     One recompute serves input and weight gradients. Works for a whole stage and for a part of one.
 
+    >>> from fpipe import trace
     >>> programs = trace(remat(lambda p, x: torch.tanh(x @ p).exp()), torch.eye(2), torch.ones(1, 2))
     >>> programs.saved
     ('p0', 'x0')

@@ -153,7 +153,7 @@ def test_cells_that_are_no_actions(cell, says: str) -> None:
         Schedule(((cell,),), Placement.loop(1), 1).check()
 
 
-# ---- the oracle: run it ----------------------------------------------------------------------------------------------
+# ---- the oracle: run it ---------------------------------------------------------------------------------------------
 def needs_of(part: Action, last: int) -> list[tuple[str, int]]:
     """What a part needs, told a second time and in other words than ``RULE``, by op names."""
     if part.op == "F":
@@ -282,7 +282,7 @@ def test_checker_and_oracle_agree_on_any_order(drawn) -> None:
     assert passes(*drawn) == runs(*drawn)
 
 
-# ---- no circle is enough, also where a send blocks until it is received ----------------------------------------------
+# ---- no circle is enough, also where a send blocks until it is received ---------------------------------------------
 def programs(schedule: Schedule) -> list[list[tuple]]:
     """Lower by the walk's order: behind each action, as one event, every message that it makes for another rank."""
     result = walk(schedule.rows, schedule.stages, schedule.microbatches)

@@ -83,7 +83,7 @@ def test_arguments_are_left_alone_and_whole_lengths_are_not_copied():
     assert isinstance(made, fpipe.Microbatches)
 
 
-# ---- a pad adds nothing ----------------------------------------------------------------------------------------------
+# ---- a pad adds nothing ---------------------------------------------------------------------------------------------
 def embed(p: Any, x: Tensor) -> Tensor:
     return p["table"][x]
 
@@ -123,7 +123,7 @@ def test_a_pad_adds_nothing_to_loss_and_gradients():
         assert all(torch.equal(a[n], b[n]) for a, b in zip(once_more, again, strict=True) for n in a)
 
 
-# ---- mistakes --------------------------------------------------------------------------------------------------------
+# ---- mistakes -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("call", "message"),
     [
