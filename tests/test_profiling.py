@@ -187,9 +187,13 @@ def test_with_works_too_and_an_error_ends_the_recording():
         step(params, x)
         pipe(params, x)  # forward alone: another plan
     assert [len(profiled.runs), profiled.timeline.name] == [2, "two, measured"]
-    with pytest.raises(ValueError, match="after the step"), profiled:
+
+    def then_fails() -> None:
         step(params, x)
         raise ValueError("after the step")
+
+    with pytest.raises(ValueError, match="after the step"), profiled:
+        then_fails()
     assert WATCH.get() is None and len(profiled.runs) == 2
     with pytest.raises(FpipeError, match="no step to call"):
         profiled(params, x)
