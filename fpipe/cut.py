@@ -107,12 +107,11 @@ def _constants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 def _savable(joint: Joint, forward: set[fx.Node]) -> set[fx.Node]:
     """Forward values that may be saved: all but the inside of recompute regions. A region's draws, and what leaves
     the region in the forward, may."""
-    outside = {*joint.ys, *joint.extras}
     savable = set()
     for node in forward:
         region = joint.region(node)
         source = node.args[0] if node.target is operator.getitem else node
-        leaves = node in outside or any(u in forward and joint.region(u) != region for u in node.users)
+        leaves = any(u in forward and joint.region(u) != region for u in node.users)
         if region is None or leaves or (isinstance(source, fx.Node) and draws(source)):
             savable.add(node)
     return savable

@@ -119,7 +119,7 @@ def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
     >>> from fpipe import trace
     >>> programs = trace(remat(lambda p, x: torch.tanh(x @ p).exp()), torch.eye(2), torch.ones(1, 2))
     >>> programs.saved
-    ('p0', 'x0')
+    ('x0', 'p0')
     """
     return Remat(fn)
 
