@@ -30,7 +30,7 @@ _COUNT = click.IntRange(1)
 @click.option("--blocks", type=_COUNT, default=2, show_default=True, help="Built-in blocks in a stage.")
 @click.option("--model", metavar="FILE.py:FUNCTION",
               help="Your own: FUNCTION(group, schedule) returns (pipe, params, x, *targets).")  # fmt: skip
-@click.option("--steps", type=_COUNT, default=10, show_default=True, help="Steps to take medians over.")
+@click.option("--steps", type=_COUNT, default=10, show_default=True, help="Steps to take means over.")
 @click.option("-o", "--out", type=click.Path(dir_okay=False, path_type=Path), default=Path("costs.json"),
               show_default=True, help="The file of costs.")  # fmt: skip
 @click.option("--picture", multiple=True, type=click.Path(dir_okay=False),
@@ -62,7 +62,7 @@ def profile(
     make: Any = (model, width, tokens, blocks)
     found = launch(_on_rank, schedule, make, steps, ranks=schedule.ranks)[0]
     price, real, simulated, wall = found
-    click.echo(f"{schedule!r}, {schedule.ranks} processes, medians of {steps} steps\n\n{table(price)}\n")
+    click.echo(f"{schedule!r}, {schedule.ranks} processes, means of {steps} steps\n\n{table(price)}\n")
     click.echo(
         f"a step: {1e3 * wall:.2f} ms by the clock, {1e3 * real.total:.2f} ms of actions, "
         f"simulated {1e3 * simulated.total:.2f} ms ({simulated.total / real.total:.1%})"

@@ -76,7 +76,7 @@ class Profile:
 
     @cached_property
     def costs(self) -> Costs:
-        """What actions and messages cost, in seconds: medians over all calls."""
+        """What actions and messages cost, in seconds: means over all calls."""
         return costs([runs for runs in self.runs if _actions(runs) == _actions(self._last)])
 
     @property
@@ -195,7 +195,7 @@ class Measuring:
             each(*self._arguments[0], **self._arguments[1])
 
     def costs(self) -> Costs:
-        """Medians over the steps so far; every process must ask."""
+        """Means over the steps so far; every process must ask."""
         mine = {
             stage: (own.saved_bytes, own.kept_bytes)
             for job in self._call.resolved().job.values() for stage, own in job.kinds[0].programs.items()

@@ -69,7 +69,7 @@ def test_messages_are_matched_by_their_number():
     assert list(messages(BY_HAND[:1])) == []
 
 
-def test_costs_are_medians():
+def test_costs_of_actions_and_messages():
     price = costs([BY_HAND])
     assert (price.F, price.B, price.I, price.W) == ((10, 17), (16, 21), (8, 10.5), (8, 10.5))
     assert price.send == (1.0,) and price.boundary == (64.0,) and price.unit == "s"
