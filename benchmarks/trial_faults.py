@@ -2,6 +2,7 @@
 
 python benchmarks/trial_faults.py                  # 20 points each, seeded; a table, and exit code 1 where one failed
 python benchmarks/trial_faults.py --how stop --points 3
+python benchmarks/trial_faults.py --sockets        # the same with all messages through gloo, none through shared memory
 
 Every survivor must raise within the time-out + 5 seconds of the fault, with an error that says what it waited for and
 leads to the rank that failed, what became of it and what it did last.
@@ -30,6 +31,7 @@ import torch
 import fpipe
 from fpipe._outcome import environment, store
 from fpipe.collectives.c10d import C10dGroup
+from fpipe.collectives.nearby import SWITCH
 from fpipe.run import WATCH
 
 RANKS = 4
@@ -170,8 +172,11 @@ def main() -> int:
     options.add_argument("--timeout", type=float, default=8.0)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--only", type=int, nargs="*", help="the numbers of the points to try")
+    options.add_argument("--sockets", action="store_true", help="all messages through gloo, none through memory")
     options.add_argument("--at-once", type=int, default=1, help="trials side by side")
     given = options.parse_args()
+    if given.sockets:
+        os.environ[SWITCH] = "0"  # the children are started with it
     mp.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed", "fpipe.collectives.setup"])
     draw = random.Random(given.seed)
     points = [

@@ -7,7 +7,7 @@ but the pipeline's cache of plans.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from .errors import BatchError, StageError
 from .feed import Feeder, Values, weights
 from .microbatch import Microbatches, Parts, count, merge, split
 from .resolve import Group1, Request, Resolved, resolve
-from .run import drive, execute, registers
+from .run import Bound, drive, execute, registers
 from .sharding import Layout
 from .tree import matches
 
@@ -205,17 +205,18 @@ class Call:
         )
 
     def _run(self, resolved: Resolved, feed: Callable[[Feeder, Any], None], regs: dict[int, Any],
-             phase: int | None = None) -> None:  # fmt: skip
+             phase: int | None = None, bounds: Mapping[int, Bound] | None = None) -> None:  # fmt: skip
         """Feed and drive the ranks that live here, wholly or in one of two phases."""
         feeders = self.pipe.feeders(resolved)
-        for rank, bound in resolved.bound.items():
+        bounds = resolved.bound if bounds is None else bounds
+        for rank, bound in bounds.items():
             if rank not in regs:
                 regs[rank] = registers(bound.plan, self.seed)
             feed(feeders[rank], regs[rank])
         group = self.pipe.group
         saved = _save_random(resolved, self.seed, group)
         runs = {}
-        for rank, bound in resolved.bound.items():
+        for rank, bound in bounds.items():
             split_at = bound.plan.split
             start, stop = (0, None) if phase is None else (0, split_at) if phase == 0 else (split_at, None)
             runs[rank] = execute(bound, regs[rank], start, stop)
@@ -234,19 +235,23 @@ class Call:
             raise
         finally:
             _restore_random(saved)
+            for r in regs.values():
+                r[-2].pop("tell", None)  # it holds the registers
 
     def _all(self) -> Collected:
         resolved = self.resolved()
         regs: dict[int, Any] = {}
         values = self._values()
+        made = collect(self.pipe, resolved, regs, values)
 
         def feed(feeder: Feeder, r: Any) -> None:
             feeder.fill(r, values)
+            r[-2]["tell"] = made.tell
             if self.each is not None:
                 r[-2]["each"] = partial(self._tell, resolved)
 
-        self._run(resolved, feed, regs)
-        return collect(self.pipe, resolved, regs, values)
+        self._run(resolved, feed, regs, bounds=made.bounds())
+        return made
 
     def _tell(self, resolved: Resolved, mb: int, tensors: list[Any]) -> None:
         """Hand a microbatch's output to the caller's function; nothing here keeps it."""
@@ -271,9 +276,10 @@ class Call:
         return (y, made.states()) if self.state is not None else y
 
     def _value(self, made: Collected) -> Any:
+        loss = made.loss()  # first: it may have been told long ago, and what one rank tells all comes in order
         extras = [made.aux()] if self.has_aux else []
         extras += [made.states()] if self.state is not None else []
-        return (made.loss(), *extras) if extras else made.loss()
+        return (loss, *extras) if extras else loss
 
     def _joined(self, parts: list[Any] | None) -> Any:
         if parts is None:

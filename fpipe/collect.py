@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from .feed import Values
 from .plan import Kinds, grad_key, reduced_key, spec_of
 from .resolve import Resolved
 from .route import Key
-from .run import Registers
+from .run import Bound, Registers, StepFn
 from .stage import Aval, Programs
 
 if TYPE_CHECKING:
@@ -25,6 +26,22 @@ if TYPE_CHECKING:
 def collect(pipe: Pipeline, resolved: Resolved, regs: Mapping[int, Registers], values: Values) -> Collected:
     """Read the registers of the ranks that live here."""
     return Collected(pipe, resolved, regs, values)
+
+
+def _added(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One after another, in their order: so one process that runs the microbatches in turn adds them."""
+    total = values[0]
+    for value in values[1:]:
+        total = total + value.to(total.device)
+    return total
+
+
+def _then_tell(step: StepFn) -> StepFn:
+    def told(r: Registers) -> Any:
+        step(r)
+        r[-2]["tell"]()
+
+    return told
 
 
 def output_tree(resolved: Resolved, mb: int, tensors: Sequence[Any]) -> Any:
@@ -45,6 +62,29 @@ class Collected:
         self.group = pipe.group
         self.stages, self.number = resolved.request.schedule.stages, resolved.request.schedule.microbatches
         self.alone = len(self.group.here) == self.group.size
+        self._told: torch.Tensor | None = None
+
+    def bounds(self) -> Mapping[int, Bound]:
+        """The plans to run. Where a message is away at once, the rank that makes the loss tells it as soon as it is
+        there: at the end of a step nobody waits for it."""
+        return self.resolved.memo("bounds", self._bounds)
+
+    def _bounds(self) -> Mapping[int, Bound]:
+        bound = dict(self.resolved.bound)
+        sources = self._sources() if getattr(self.group, "at_once", False) and not self.alone else []
+        if len(sources) != 1 or sources[0][0] not in bound:
+            return bound
+        ((rank, wanted),) = sources
+        plan, steps = bound[rank].plan, list(bound[rank].steps)
+        slots = {plan.results[key] for _, key, _ in wanted}
+        last = max((n for n, ins in enumerate(plan.instructions) if slots & set(ins.writes)), default=-1)
+        if last >= 0 and plan.instructions[last].program is not None:
+            steps[last] = _then_tell(steps[last])
+        return bound | {rank: replace(bound[rank], steps=tuple(steps))}
+
+    def tell(self) -> None:
+        """Tell the others the loss, whose parts are all there."""
+        self._told = self._loss()
 
     def _get(self, rank: int, key: Key) -> Any:
         return self.regs[rank][self.resolved.bound[rank].plan.results[key]]
@@ -63,6 +103,8 @@ class Collected:
         return own if self.pipe.copies is None else self.pipe.copies.average(own)
 
     def _loss(self) -> torch.Tensor:
+        if self._told is not None:
+            return self._told
         sources = self.resolved.memo("scalars", self._sources)
         if len(sources) == 1:  # one rank has them all, and tells the sum
             ((rank, wanted),) = sources
@@ -87,6 +129,8 @@ class Collected:
         weights = self.values.weights
         assert weights is not None
         with_aux = sorted({stage for stage, _ in found if stage != self.stages})
+        if weights.number is not None and not with_aux:
+            return _added(torch._foreach_mul([found[self.stages, mb] for mb in range(self.number)], weights.number))  # pyright: ignore[reportPrivateImportUsage]
         total = None
         for mb in range(self.number):
             value = found[self.stages, mb]
@@ -110,20 +154,24 @@ class Collected:
     def _shared(self, values: list[Any] | None, dtypes: list[torch.dtype], rank: int) -> list[Any]:
         """A rank's scalars on every rank, with the tag of the plan that made them."""
         device = self.group.device(self.group.here[0])
-        tag = torch.tensor(self.resolved.tag, device=device)
-        order = list(dict.fromkeys(dtypes))  # one stack a dtype
-        places = [[i for i, dtype in enumerate(dtypes) if dtype == kind] for kind in order]
-        specs = tuple(Spec((len(where),), (1,), kind) for kind, where in zip(order, places, strict=True))
+        tag, places, specs = self.resolved.memo(f"shared {dtypes}", lambda: self._laid_out(dtypes, device))
         mine = None
         if values is not None:
             mine = (*(torch.stack([values[i] for i in where]) for where in places), tag)
-        *stacks, told = self.group.share(mine, (*specs, Spec((), (), torch.int64)), rank)
+        *stacks, told = self.group.share(mine, specs, rank)
         self._same_plan(rank, int(told))
         found: list[Any] = [None] * len(dtypes)
         for where, stack in zip(places, stacks, strict=True):
             for i, value in zip(where, stack.unbind(), strict=True):
                 found[i] = value
         return found
+
+    def _laid_out(self, dtypes: list[torch.dtype], device: torch.device) -> tuple[Any, list[list[int]], Any]:
+        """The tag as a tensor, and scalars of these dtypes as one stack a dtype: which are in it, and Specs of all."""
+        order = list(dict.fromkeys(dtypes))
+        places = [[i for i, dtype in enumerate(dtypes) if dtype == kind] for kind in order]
+        specs = [Spec((len(where),), (1,), kind) for kind, where in zip(order, places, strict=True)]
+        return torch.tensor(self.resolved.tag, device=device), places, (*specs, Spec((), (), torch.int64))
 
     def _same_plan(self, rank: int, tag: int) -> None:
         """Shapes may agree by chance where plans do not: then a loss would arrive that belongs to another step."""

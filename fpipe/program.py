@@ -40,6 +40,10 @@ _QUICK: dict[str, str] = {
             "sum.dim_IntList": "sum",
             "native_layer_norm.default": "native_layer_norm",
             "embedding.default": "embedding",
+            "pow.Tensor_Scalar": "pow",
+            "mean.default": "mean",
+            "sum.default": "sum",
+            "div.Scalar": "div",
         }.items()
     },
     "aten.view.default": "torch.Tensor.view",

@@ -7,6 +7,7 @@ rank per process, or all ranks of a local group in turn, by the same code. Nothi
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -86,8 +87,7 @@ def _lay(r: Registers, writes: tuple[int, ...], tensors: tuple[torch.Tensor, ...
 def drive(runs: Mapping[int, Generator[Work, None, None]], describe: Callable[[int], str]) -> None:
     """Run the ranks that live here until all are done; where several do, in turn."""
     if len(runs) == 1:
-        for _ in next(iter(runs.values())):
-            pass  # the step that follows waits
+        deque(next(iter(runs.values())), maxlen=0)  # the step that follows waits; what was yielded is not kept
         return
     waiting: dict[int, Work | None] = dict.fromkeys(runs)
     while waiting:
@@ -212,26 +212,28 @@ def _checked(run: Callable[[list[Any]], Any], check: Check, ins: Instruction) ->
 
 def _send(ins: Instruction, rank: int, group: Group) -> StepFn:
     reads, frees, peer, specs = ins.reads, ins.frees, ins.peer, ins.specs
-    send = group.send
+    made_ready = getattr(group, "sender", None)  # a group may look up once what does not change
+    send = made_ready(rank, peer, specs) if made_ready else lambda t: group.send(t, rank, peer, specs)
 
     def step(r: Registers) -> None:
         tensors = tuple([r[i] for i in reads])
         for i in frees:
             r[i] = None
-        send(tensors, rank, peer, specs)
+        send(tensors)
 
     return step
 
 
 def _recv(ins: Instruction, rank: int, group: Group) -> StepFn:
     key, specs, peer = (ins.peer, ins.number), ins.specs, ins.peer
-    recv = group.recv
+    made_ready = getattr(group, "receiver", None)
+    recv = made_ready(peer, rank, specs) if made_ready else lambda: group.recv(specs, peer, rank)
 
     def step(r: Registers) -> None:
-        r[-2][key] = recv(specs, peer, rank)
+        r[-2][key] = recv()
 
     def strictly(r: Registers) -> None:
-        work = r[-2][key] = recv(specs, peer, rank)
+        work = r[-2][key] = recv()
         ask = getattr(work, "ask", None)  # a group that posts receives late must post this one here
         if ask is not None:
             ask()

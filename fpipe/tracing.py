@@ -23,6 +23,7 @@ from .cut import Joint, Piece, cut
 from .eager import eager_programs
 from .errors import FpipeError, StageError, TraceError
 from .program import Program, draws
+from .shortening import shorten
 from .signature import Outputs, Signature, call, outputs_of, wants
 from .stage import Aval, Held, Programs, Stage, as_stage, named
 
@@ -119,6 +120,7 @@ def _joint_graph(stage: Stage, signature: Signature, made: Outputs) -> fx.GraphM
     names = [f"{'pxkt'[g]}{i}" for g, i in slots] + _cotangent_names(made)
     _fake.name_inputs(graph, names)
     _fake.clean(graph)
+    shorten(graph)
     spell_out(graph)
     _fake.own_outputs(graph)
     return graph

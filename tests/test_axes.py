@@ -220,6 +220,7 @@ def close(mine: Any, wanted: Any) -> bool:
     return len(held) == STAGES // 2 and all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs)
 
 
+@pytest.mark.xdist_group("axes")
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("kind", ["tensor", "dtensor", "context0", "context3", "expert", "fsdp"])
 def test_gradients_are_those_of_the_unsplit_model(told: list[dict[str, Any]], kind: str, rank: int):

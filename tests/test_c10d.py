@@ -11,8 +11,10 @@ import torch.distributed as dist
 import hostile
 from fpipe import launch
 from fpipe._doctor import command, probe, visit
+from fpipe.collectives import _futex
 from fpipe.collectives.c10d import C10dGroup
 from fpipe.collectives.group import Group, Spec
+from fpipe.collectives.nearby import SWITCH
 from fpipe.collectives.setup import adopt, init
 from fpipe.errors import GroupError
 from fpipe.testing import CASES, conform
@@ -26,7 +28,9 @@ def _gloo() -> dict:
     assert isinstance(group, C10dGroup)
     found: dict = {"again": init(timeout=30) is group, "protocol": isinstance(group, Group), "repr": repr(group)}
     found["names"] = conform(group)
-    found["held"] = []
+    found["held"], found["at_once"] = [], group.at_once
+    if group.at_once:
+        return found
     if group.rank == 0:
         for number in range(6):
             group.send((torch.full((4,), float(number)),), 0, 1)
@@ -47,13 +51,17 @@ def _gloo() -> dict:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_gloo_conforms(ranks: int):
-    for rank, found in enumerate(launch(_gloo, ranks=ranks, timeout=100)):
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_gloo_conforms(ranks: int, shared: str):
+    """With messages through shared memory, which is what processes of one host have, and through sockets."""
+    for rank, found in enumerate(launch(_gloo, ranks=ranks, timeout=100, env={SWITCH: shared})):
+        assert found["at_once"] == (_futex.AVAILABLE and shared == "1")
         assert found["names"] == [case.__name__ for case in CASES]
         assert found["again"]
         assert found["protocol"]
         assert found["repr"] == f"rank {rank} of {ranks} on cpu over gloo"
-        assert found["held"] == ([6, 2, 0] if rank == 0 else [])
+        if not found["at_once"]:
+            assert found["held"] == ([6, 2, 0] if rank == 0 else [])
 
 
 # ---- hostile backends -----------------------------------------------------------------------------------------------
@@ -87,6 +95,7 @@ def hostilities() -> list[dict[str, tuple[object, object, object]]]:
     return launch(_hostile, ranks=2, timeout=100)
 
 
+@pytest.mark.xdist_group("c10d")
 @pytest.mark.parametrize("profile", [profile.__name__.lower() for profile in hostile.PROFILES])
 def test_hostile_backends_are_right_through_fpipe_and_wrong_without(hostilities, profile: str):
     raw = [found[profile][0] for found in hostilities]

@@ -14,6 +14,7 @@ import pytest
 
 import fpipe
 import spmd
+from fpipe.collectives.nearby import SWITCH
 from fpipe.testing import run
 from schedule_table import TABLE
 
@@ -33,6 +34,7 @@ def on_gloo() -> dict[int, list[dict[str, dict[Any, str]]]]:
     return {ranks: fpipe.launch(spmd.many, NAMES, PLANS, ranks=ranks, timeout=110) for ranks in (2, 4)}
 
 
+@pytest.mark.xdist_group("launched")
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_gloo_processes_give_the_bits_of_the_local_group(on_gloo, name: str, ranks: int):
@@ -54,15 +56,23 @@ def test_fake_worlds_give_the_bits_of_the_local_group(name: str, order: str):
         assert whole == {key: value for key, value in local(name, 4).items() if key[1] < 2}, f"seed {seed}"
 
 
-def test_under_torchrun():
-    names = ["1F1B", "ZBVZeroBubble"]
-    script = Path(spmd.__file__)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), ",".join(names)]
+@pytest.fixture(scope="module", params=[2, 4])
+def under_torchrun(request) -> tuple[int, dict[str, str]]:
+    """The same table through sockets, which is what processes of several hosts have."""
+    script, ranks = Path(spmd.__file__), request.param
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(script)]
     paths = os.pathsep.join([str(script.parent), str(script.parent.parent)])
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=110, env={**os.environ, "PYTHONPATH": paths}
-    )
+        [sys.executable, *command, ",".join(NAMES)], capture_output=True, text=True, timeout=170,
+        env={**os.environ, "PYTHONPATH": paths, SWITCH: "0"},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    for name in names:
-        found = spmd.steps(fpipe.local(2), name, [(4, 2), (6, 3)])
-        assert f"{name} {hashlib.sha256(repr(sorted(found.items(), key=str)).encode()).hexdigest()[:12]}" in done.stdout
+    return ranks, dict(line.split() for line in done.stdout.splitlines() if line.split()[:1][0] in NAMES)
+
+
+@pytest.mark.xdist_group("under torchrun")
+@pytest.mark.parametrize("name", NAMES)
+def test_torchrun_gives_the_bits_of_the_local_group(under_torchrun, name: str):
+    ranks, found = under_torchrun
+    expected = {key: value for key, value in local(name, ranks).items() if key[1] < 2}
+    assert found[name] == hashlib.sha256(repr(sorted(expected.items(), key=str)).encode()).hexdigest()[:12]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fpipe import init, launch
 from fpipe.collectives.c10d import C10dGroup
 from fpipe.collectives.group import Spec
+from fpipe.collectives.nearby import SWITCH
 from fpipe.collectives.setup import adopt
 from fpipe.errors import GroupError, LaunchError
 
@@ -75,9 +76,10 @@ def _again(group: C10dGroup) -> None:
         ("raise", ValueError, r"[Rr]ank 2 \(2F60\) raised ValueError: boo"),
     ],
 )
-def test_every_survivor_is_told(tmp_path: Path, how: str, raised: type[Exception], end: str):
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_every_survivor_is_told(tmp_path: Path, how: str, raised: type[Exception], end: str, shared: str):
     with pytest.raises(raised, match=r"rank 2 ended by signal SIGKILL|boo"):
-        launch(_ring, str(tmp_path), how, ranks=RANKS, timeout=40)
+        launch(_ring, str(tmp_path), how, ranks=RANKS, timeout=40, env={SWITCH: shared})
     for rank in {0, 1, 3}:
         path = tmp_path / f"told{rank}"
         if not path.exists() and how == "raise":
@@ -114,8 +116,9 @@ def _mismatch() -> tuple[bool, list[float]]:
     return stalled, found
 
 
-def test_after_an_error_a_new_group_goes_on():
-    assert launch(_mismatch, ranks=2, timeout=60) == [(True, [1.0] * 4), (True, [0.0] * 4)]
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_after_an_error_a_new_group_goes_on(shared: str):
+    assert launch(_mismatch, ranks=2, timeout=60, env={SWITCH: shared}) == [(True, [1.0] * 4), (True, [0.0] * 4)]
 
 
 def _absent() -> str:

@@ -33,7 +33,7 @@ FLOORS = (
     ("microbatch",),
     ("padding",),
     ("program", "ambient"),
-    ("cut", "_purity"),
+    ("cut", "_purity", "shortening"),
     ("compiling",),
     ("stage", "_marks", "estimates", "ops"),
     ("devices",),

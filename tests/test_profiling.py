@@ -117,6 +117,7 @@ def on_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, An
     return first, folder
 
 
+@pytest.mark.xdist_group("profiling")
 def test_measured_on_processes_by_one_clock(on_processes: tuple[dict[str, Any], Path]):
     line = on_processes[0]["timeline"]
     assert [list(map(str, row)) for row in line.rows] == [
@@ -132,6 +133,7 @@ def test_measured_on_processes_by_one_clock(on_processes: tuple[dict[str, Any], 
     assert line.total > 0.9 * naps.UNIT * (1 + 3 * (2 + 4) + 2), "all naps of the critical path"
 
 
+@pytest.mark.xdist_group("profiling")
 def test_simulated_comes_out_as_measured(on_processes: tuple[dict[str, Any], Path]):
     found = on_processes[0]
     assert found["simulated"].total == pytest.approx(found["timeline"].total, rel=0.15)
@@ -145,6 +147,7 @@ def test_simulated_comes_out_as_measured(on_processes: tuple[dict[str, Any], Pat
     assert "measured" in found["text"] and "stage" in found["text"]
 
 
+@pytest.mark.xdist_group("profiling")
 def test_pictures_show_one_over_the_other(on_processes: tuple[dict[str, Any], Path]):
     page = (on_processes[1] / "naps.html").read_text(encoding="utf-8")
     assert "naps, simulated" in page and "naps, measured" in page

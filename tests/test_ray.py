@@ -14,7 +14,7 @@ from fpipe import init, launch
 from fpipe._ray import _adjacent, _environments
 from fpipe.errors import LaunchError
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of Ray's own
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("ray")]  # warnings are Ray's own
 
 
 @pytest.fixture(scope="module", autouse=True)

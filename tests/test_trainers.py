@@ -48,6 +48,7 @@ def _piped(schedule: str, group: Any) -> list[float]:
     return _curve(fpipe.value_and_grad(pipe), pipe.place(params), pipe)
 
 
+@pytest.mark.xdist_group("trainers")
 def test_the_curve_on_two_and_four_processes_is_that_of_one(four: list[dict[str, Any]]):
     stages, params = _model()
     plan = fpipe.make_schedule("1F1B", 1, PARTS, stages=4)
@@ -155,6 +156,7 @@ def _rl(group: Any) -> dict[str, Any]:
     return {"loss": made["loss"], "metrics": made["metrics"], "grads": engine.grads, "log_probs": told}
 
 
+@pytest.mark.xdist_group("trainers")
 def test_the_engine_on_two_processes(four: list[dict[str, Any]]):
     here = _rl(fpipe.local(2))
     for rank, found in enumerate(four):

@@ -159,6 +159,7 @@ def members() -> Any:
     dist.destroy_process_group()
 
 
+@pytest.mark.xdist_group("weaving")
 def test_segments_are_the_program_in_pieces(members: Any):
     programs = fpipe.trace(mixing(members, draws=False), parameters(1)[0], torch.ones(4, WIDTH))
     for program in (programs.f, programs.b, programs.i, programs.w, programs.adding("B")):
@@ -205,6 +206,7 @@ def by_turns(forward: Any, backward: Any) -> tuple[Any, Any]:
     return tuple(values[name] for name in forward.program.outputs), back
 
 
+@pytest.mark.xdist_group("weaving")
 @pytest.mark.parametrize(("name", "stages"), [("DualPipeV", 4), ("DualPipe", 2), ("Overlapped1F1B", 2)])
 def test_woven_or_not_the_bits_are_the_same_with_draws_and_remat(members: Any, name: str, stages: int):
     """Dropout in three segments of one program must take one stream, wherever the segments run."""
@@ -221,12 +223,14 @@ def test_woven_or_not_the_bits_are_the_same_with_draws_and_remat(members: Any, n
     assert any(ins.program is not None and ins.program.label == "experts" for ins in plan[0].instructions)
 
 
+@pytest.mark.xdist_group("weaving")
 def test_a_function_that_returns_too_little_is_told(members: Any):
     pipe = pipe_of(mixing(None, False), "DualPipeV", 2, 4, fpipe.local(2), lambda f, b: (f(), b()[:1]))
     with pytest.raises(WeaveError, match="return a tuple of both parts' results"):
         step(pipe)
 
 
+@pytest.mark.xdist_group("weaving")
 def test_a_weave_as_data_runs_in_a_pipeline(members: Any):
     pipe = pipe_of(mixing(members), "Overlapped1F1B", 1, 1, fpipe.local(1))
     plan = pipe.plan(parameters(1), torch.ones(24, WIDTH), torch.ones(24, WIDTH))
@@ -241,6 +245,7 @@ def test_a_weave_as_data_runs_in_a_pipeline(members: Any):
         )
 
 
+@pytest.mark.xdist_group("weaving")
 def test_why_nothing_is_woven_is_told(members: Any):
     params, x = parameters(4), torch.ones(24, WIDTH)
     told = str(pipe_of(mixing(None), "DualPipeV", 2, 4, fpipe.local(2)).plan(params, x, x))
@@ -249,6 +254,7 @@ def test_why_nothing_is_woven_is_told(members: Any):
     assert "one after another: compiled programs run whole" in told
 
 
+@pytest.mark.xdist_group("weaving")
 def test_a_plain_action_computes_beside_its_own_collectives(members: Any):
     pipe = pipe_of(mixing(members), "1F1B", 1, 1, fpipe.local(1))
     plan = pipe.plan(parameters(1), torch.ones(24, WIDTH), torch.ones(24, WIDTH))
@@ -276,6 +282,7 @@ def test_a_woven_step_holds_what_its_plan_says_and_no_more_than_what_is_in_fligh
     assert foretold["weave"] <= foretold["sequential"] + 2 * 2 * part  # of each side one: what goes and what comes
 
 
+@pytest.mark.xdist_group("weaving")
 def test_the_simulator_takes_a_woven_actions_time_from_its_weave(members: Any, tmp_path: Any):
     pipe = pipe_of(mixing(members), "Overlapped1F1B", 1, 1, fpipe.local(1))
     plan = pipe.plan(parameters(1), torch.ones(24, WIDTH), torch.ones(24, WIDTH))
@@ -378,6 +385,7 @@ def test_collectives_have_the_gradient_of_the_sum_of_all_losses():
     assert fpipe.launch(_collectives, ranks=2, timeout=60) == [[True] * 6] * 2
 
 
+@pytest.mark.xdist_group("weaving")
 def test_collectives_refuse_with_a_word(members: Any):
     x = torch.ones(3, 2)
     with pytest.raises(GroupError, match="cuts 3 rows for 2 members"):

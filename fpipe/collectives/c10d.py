@@ -26,6 +26,7 @@ from .faults import Watch
 from .group import Spec, Work
 from .local import LocalGroup
 from .meeting import Meeting
+from .nearby import meet
 from .reduce import all_reduce, start_gather, start_reduce
 from .wire import wire
 
@@ -62,6 +63,9 @@ class C10dGroup:
         self.strict = not way.early
         # A backend that works on streams is waited for by the stream: a time-out would block this thread instead.
         self._host = device.type in ("cpu", "meta") or way.staged
+        near = device.type == "cpu" and self.size > 1 and capabilities.backend == "gloo"
+        self._near = meet(self.rank, self.size, self._watch, self._meeting.gather) if near else None
+        self.at_once = self._near is not None and self._near.all
         self._as_bytes = {dtype: road(capabilities, dtype, cpu).bytes for dtype in _DTYPES}
 
     def __repr__(self) -> str:
@@ -83,6 +87,8 @@ class C10dGroup:
             return self._self.send(tensors, 0, 0)
         if src != self.rank or self._watch.broken is not None:
             self._refuse(src, "send")
+        if self._near is not None and dst in self._near:
+            return self._near.send(wire(tuple(map(Spec.of, tensors)) if specs is None else specs), tensors, dst)
         buffers = wire(tuple(map(Spec.of, tensors)) if specs is None else specs).pack(tensors, src, dst)
         if self._staged:
             buffers = [buffer.cpu() for buffer in buffers]
@@ -101,12 +107,33 @@ class C10dGroup:
             return self._self.recv(specs, 0, 0)
         if dst != self.rank or self._watch.broken is not None:
             self._refuse(dst, "receive")
+        if self._near is not None and src in self._near:
+            return self._near.recv(wire(specs), src)
         receipt = _Receipt(self, src, specs)
         if self._early:
             receipt.post()
         else:
             self._late.setdefault(src, deque()).append(receipt)
         return receipt
+
+    def sender(self, src: int, dst: int, specs: tuple[Spec, ...]) -> Callable[[tuple[Tensor, ...]], object]:
+        """:meth:`send`, made ready for messages of one kind: what does not change is looked up once."""
+        if self._near is None or src == dst or dst not in self._near:
+            return lambda tensors: self.send(tensors, src, dst, specs)
+        send, watch = self._near.sender(wire(specs), dst), self._watch
+
+        def carry(tensors: tuple[Tensor, ...]) -> None:
+            if watch.broken is not None:
+                watch.check()
+            send(tensors)
+
+        return carry
+
+    def receiver(self, src: int, dst: int, specs: tuple[Spec, ...]) -> Callable[[], Work]:
+        """:meth:`recv`, made ready likewise."""
+        if self._near is None or src == dst or src not in self._near:
+            return lambda: self.recv(specs, src, dst)
+        return self._near.receiver(wire(specs), src)
 
     def settle(self, dst: int, count: int) -> None:
         """Let go of the oldest sends to a rank, which are known to have been received."""
@@ -119,6 +146,8 @@ class C10dGroup:
         for sent in self._sent.values():
             while sent:
                 sent[0].wait()
+        if self._near is not None:
+            self._near.flush()
 
     def _refuse(self, rank: int, verb: str) -> None:
         if rank != self.rank:
@@ -143,12 +172,14 @@ class C10dGroup:
 
     # ---- all ranks ----------------------------------------------------------------------------------------------
     def share(self, tensors: tuple[Tensor, ...] | None, specs: tuple[Spec, ...], src: int) -> tuple[Tensor, ...]:
-        """Broadcast, as bytes."""
+        """Broadcast, as bytes; through memory where all ranks share it."""
         self._watch.check()
+        if src == self.rank and tensors is None:
+            raise GroupError(f"share needs the tensors of rank {src}, which is this one; got None")
+        if self._near is not None and self.at_once:
+            return self._near.share(wire(specs), tensors if src == self.rank else None, src)
         where = _CPU if self._through_cpu("broadcast") else self._device
-        if src == self.rank:
-            if tensors is None:
-                raise GroupError(f"share needs the tensors of rank {src}, which is this one; got None")
+        if src == self.rank and tensors is not None:
             buffers = [buffer.to(where) for buffer in wire(specs).pack(tensors, src, src)]
         else:
             buffers = wire(specs).empty(where)
@@ -206,6 +237,8 @@ class C10dGroup:
     def failed(self, error: BaseException) -> None:
         """Tell the others, best effort, that this rank raised."""
         self._watch.failed(error)
+        if self._near is not None:
+            self._near.fail()
 
     def close(self) -> None:
         """End the journal's thread; the process group itself belongs to torch.distributed."""

@@ -17,6 +17,10 @@ from ._store import Store
 from .journal import BEAT, Entry, Journal
 
 _LATE = ("timed out", "timeout", "time out")
+#: The word of a rank that waited for all and does not know yet for whom in vain.
+LOOKING = "looking"
+#: Seconds to wait for the word of a rank whose connection broke: for any, and for that of one that is looking.
+_SOON, _LONG = 0.5, 4.0
 
 
 class Watch:
@@ -54,8 +58,8 @@ class Watch:
         if self.broken is not None:
             return self.broken
         late = seconds >= self.timeout or any(word in str(error).lower() for word in _LATE)
-        if peer is not None:  # before anything else: the backend may have closed this rank's connections already
-            self.journal.failed("", peer, lost=not late)
+        # Before anything else: the backend may have closed this rank's connections already.
+        self.journal.failed("" if peer is not None else LOOKING, peer, lost=not late)
         trail, suspect, sure = self._everyone() if peer is None else self._trail(peer, not late)
         if not sure:  # nobody failed: look for one that does not answer
             self._silent = self._listen()
@@ -102,7 +106,7 @@ class Watch:
         seen = {self.rank}
         rank = peer
         while True:
-            failure, last = self._word(rank) if gone else self.journal.failure(rank), self.journal.last(rank)
+            failure, last = self._word(rank, gone), self.journal.last(rank)
             seen.add(rank)
             if failure is not None and failure.peer is None:
                 told.append(f"rank {rank}{_at(failure.note)} raised {failure.failure}")
@@ -116,20 +120,26 @@ class Watch:
                 assert entry.peer is not None
                 gone = failure is not None and failure.lost
                 told.append(f"rank {rank}{_at(entry.note)} {'lost' if gone else 'waits for'} rank {entry.peer}")
-                if entry.peer not in seen:
+                again = entry.peer in seen
+                if not again or (gone and entry.peer != self.rank and self._word(entry.peer, True) is None):
                     rank = entry.peer
-                    continue
+                    if not again:
+                        continue
+                    told.append(f"rank {rank} {_state(self.journal.last(rank), gone, False)}")
             text = "; ".join(told)
-            return f"{text[0].upper()}{text[1:]}", rank, gone or failure is not None
+            # Of ranks that wait in a circle, each past its time, the last on the trail is no cause.
+            return f"{text[0].upper()}{text[1:]}", rank, gone or (failure is not None and failure.peer is None)
 
-    def _word(self, rank: int) -> Entry | None:
-        """How a rank failed whose connection broke; a backend may close it before the rank can leave word."""
-        for _ in range(10):
+    def _word(self, rank: int, gone: bool) -> Entry | None:
+        """How a rank failed. A backend may close a connection before the rank can leave word, or while it looks for
+        the cause itself; then it is waited for."""
+        end, longest = time.monotonic() + _SOON, time.monotonic() + _LONG
+        while True:
             failure = self.journal.failure(rank)
-            if failure is not None:
-                return failure
+            looking = failure is not None and failure.failure == LOOKING
+            if not gone or time.monotonic() > (longest if looking else end) or (failure is not None and not looking):
+                return None if looking else failure
             time.sleep(0.05)
-        return None
 
     def _everyone(self) -> tuple[str, int | None, bool]:
         """Where all were waited for: the end to which most of the others' trails lead."""

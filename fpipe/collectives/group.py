@@ -124,8 +124,9 @@ class Done(NamedTuple):
 class Group(Protocol):
     """Ranks of a pipeline that send each other messages.
 
-    ``size`` counts the ranks; ``here`` are those that live in this process (all of a local group, one of a
-    distributed one); ``timeout`` is the longest time in seconds that a rank waits for another.
+    A group whose sends have their bytes taken when they return may say so by ``at_once = True``: a plan then keeps
+    nothing for them. ``size`` counts the ranks; ``here`` are those that live in this process (all of a local group,
+    one of a distributed one); ``timeout`` is the longest time in seconds that a rank waits for another.
     """
 
     size: int

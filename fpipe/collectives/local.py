@@ -54,7 +54,7 @@ class LocalGroup:
         self.size = len(devices)
         self.here = tuple(range(self.size))
         self.timeout = float("inf")
-        self.strict = False
+        self.at_once, self.strict = True, False
         self._devices = devices
         self._one_device = len(set(devices)) == 1
         self._channels: dict[tuple[int, int], _Channel] = {}

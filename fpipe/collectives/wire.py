@@ -62,14 +62,16 @@ class Wire:
     True
     """
 
-    __slots__ = ("_alone", "_pads", "_plain", "parcels", "specs")
+    __slots__ = ("_alone", "_pads", "_plain", "parcels", "simple", "sizes", "specs")
 
     def __init__(self, specs: tuple[Spec, ...]):
         self.specs = specs
         self.parcels = layout(specs)
+        self.sizes = tuple(parcel.bytes for parcel in self.parcels)
         self._plain = tuple(spec.stride == contiguous(spec.shape) for spec in specs)
         # The most common message by far is one tensor: it has a short way of its own.
         self._alone = len(specs) == 1 and len(self.parcels) == 1
+        self.simple = self._alone and self._plain[0] and not specs[0].dtype.is_complex
         self._pads: dict[tuple[torch.device, int], Tensor] = {}
 
     def pack(self, tensors: Sequence[Tensor], src: int, dst: int) -> list[Tensor]:
