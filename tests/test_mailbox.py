@@ -34,7 +34,7 @@ SIZES = st.lists(st.lists(st.integers(0, 3000), min_size=1, max_size=3), min_siz
 @given(sizes=SIZES, draw=st.randoms(use_true_random=False))
 def test_every_message_arrives_in_order_whatever_room_there_is(sizes, draw):
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("AREA", 4096), ("LARGE", 1024), ("NOTES", 8)):
+        for name, value in (("AREA", 4096), ("LARGE", 1024), ("NOTES", 8), ("_UNASKED", 4)):
             patch.setattr(mailbox, name, value)
         pieces.cache_clear()
         outlet, inlet = ends()
