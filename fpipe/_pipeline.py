@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +28,7 @@ from .microbatch import Microbatches
 from .resolve import Recipe, Resolved
 from .run import Check
 from .schedule import Schedule
+from .settling import settled, trusted
 from .sharding import Copies, Shares
 from .simulate import Costs
 from .stage import Engine, Stage, as_stage
@@ -49,11 +49,13 @@ class Pipeline:
     ):  # fmt: skip
         self.overlap = Overlap.of(overlap)
         self.copies, self.shares, self._met = copies, None if copies is None else Shares(copies), False
-        self.loss = loss if loss is None or engine == "trace" else _settled(as_stage(loss), engine, None)
+        self.loss = loss if loss is None or engine == "trace" else settled(as_stage(loss), engine)
         self.microbatches, self.group = microbatches, group
         self.reduction, self.seed, self.outputs, self.accumulate = reduction, seed, outputs, accumulate
         made = [as_stage(stage) for stage in stages]
-        self.functions = tuple(_settled(stage, engine, compile) for stage in made)
+        self.functions = trusted(
+            [settled(stage, engine, compile) for stage in made], map(group.device, group.here), stacklevel=3
+        )
         self.stages = len(made)
         self.frozen = (*frozen, *(f"{s}.{p}" for s, stage in enumerate(made) for p in stage.frozen))
         self.tied = _ties(made, tied)
@@ -283,11 +285,6 @@ def pipeline(
         overlap=overlap,
         copies=Copies.of(dp, zero, reduce_dtype, bucket_bytes, unsharded, reduction == "mean", tuple(own)),
     )  # fmt: skip
-
-
-def _settled(stage: Stage, engine: Engine, compile: str | None) -> Stage:
-    engine = stage.engine or engine
-    return replace(stage, engine=engine, compile=stage.compile or (compile if engine == "trace" else None))
 
 
 def _ties(stages: Sequence[Stage], tied: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import fpipe
 from fpipe import devices
 from fpipe.errors import GroupError
 
@@ -73,3 +74,31 @@ def test_a_real_accelerator():
     held = devices.memory(device)
     assert held is None or held.peak >= held.now > 0
     devices.synchronize(device)
+
+
+# ---- what devices are trusted with ----------------------------------------------------------------------------------
+def test_attention_of_devices_that_torch_does_not_know_here():
+    named = {"cpu": "sdpa", "cuda:1": "sdpa", "xpu": "sdpa", "npu:0": "eager", "hpu": "eager", "newcomer": "eager"}
+    assert {name: devices.default_attention(name) for name in named} == named
+    assert devices.default_attention(torch.device("xpu", 1)) == "sdpa"
+
+
+def compilers(where: list[str]) -> list[str | None]:
+    """What stages are compiled with on these devices: one by its own word, one by its pipeline's."""
+    made = [fpipe.Stage(torch.matmul, compile="inductor"), torch.matmul]
+    group = fpipe.local(devices=where)
+    return [stage.compile for stage in fpipe.pipeline(made, group=group, compile="aot_eager").functions]
+
+
+def test_compilers_are_left_out_where_several_xpus_are_at_work(monkeypatch: pytest.MonkeyPatch):
+    for where in (["xpu:0"] * 2, ["xpu:0", "cpu"], ["cuda:0", "cuda:1"]):  # no warning, which would be an error
+        assert compilers(where) == ["inductor", "aot_eager"]
+    with pytest.warns(UserWarning, match="compile='inductor' is left out: where several devices of type 'xpu'") as told:
+        assert compilers(["xpu:0", "xpu:1"]) == [None, None]
+    assert told[0].filename == __file__
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.warns(UserWarning, match="'xpu' are at work"):  # the other one is another process's
+        assert compilers(["xpu:0"] * 2) == [None, None]
+    assert compilers(["cpu"] * 2) == ["inductor", "aot_eager"]
+    fpipe.pipeline([torch.matmul] * 2, group=fpipe.local(devices=["xpu:0", "xpu:1"]))  # nothing to leave out

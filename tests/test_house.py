@@ -44,7 +44,7 @@ FLOORS = (
     ("rehearsal",),
     ("eager",),
     ("tracing",),
-    ("route", "sharding", "losses"),
+    ("route", "sharding", "losses", "settling"),
     ("plan",),
     ("ledger", "traffic", "zero", "copies"),
     ("slots",),

@@ -3,7 +3,7 @@
 ``kinds`` is data; ``current`` asks ``torch.accelerator``. Nothing here knows groups or stages.
 """
 
-from .current import Memory, default_attention, memory, pick, seed, synchronize
+from .current import Memory, default_attention, distrusted, memory, pick, seed, synchronize
 from .kinds import KINDS, DeviceKind, kind
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "DeviceKind",
     "Memory",
     "default_attention",
+    "distrusted",
     "kind",
     "memory",
     "pick",

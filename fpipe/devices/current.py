@@ -5,10 +5,13 @@ The CPU has no counters, streams or ordinals: it answers with None, so that call
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from importlib import import_module
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from ..errors import GroupError
 from .kinds import KINDS, kind
@@ -102,10 +105,23 @@ def seed(device: torch.device, value: int) -> None:
 def default_attention(device: str | torch.device) -> str:
     """The attention implementation to ask a model for: ``"sdpa"`` where fused kernels exist, else ``"eager"``.
 
-    >>> default_attention("cpu"), default_attention("mps")
-    ('sdpa', 'eager')
+    Also of devices whose package is not loaded, which torch does not know by name.
+
+    >>> default_attention("cpu"), default_attention("mps"), default_attention("npu:1")
+    ('sdpa', 'eager', 'eager')
     """
-    return kind(torch.device(device).type).attention
+    return kind(str(device).partition(":")[0]).attention
+
+
+def distrusted(devices: Iterable[torch.device]) -> str | None:
+    """The type of device, of those at work here and in the other processes, on which torch.compile is not trusted.
+
+    >>> distrusted([torch.device("xpu", 0)]) is None, distrusted([torch.device("xpu", 0), torch.device("xpu", 1)])
+    (True, 'xpu')
+    """
+    others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    counts = Counter(device.type for device in set(devices))
+    return next((type for type, n in counts.items() if (others or n > 1) and not kind(type).compile_many), None)
 
 
 def _current(device: torch.device) -> bool:
