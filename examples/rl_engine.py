@@ -7,6 +7,8 @@
 microbatches of so many tokens, pads each to a multiple of a divisor, and gives losses, metrics and log-probabilities
 back in the order of the data. A loss is ``loss(log_probs, microbatch) -> (mean over its tokens, metrics)``. Weights are
 known before the first backward, so the gradient is that of the mean over all tokens, however the data are cut.
+
+How data are cut and padded, the loss of PPO and some data to try stand in rl_data.py.
 """
 
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from rl_data import cut, padded, ppo, rollouts
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -34,8 +37,8 @@ class Engine:
 
     def forward_backward_batch(self, data: list[dict], loss_function: Any = None, forward_only: bool = False) -> dict:
         """Losses and metrics; the gradient stays here for ``step``. Forward only, without a loss: log-probabilities."""
-        rows = self.cut([len(one["tokens"]) for one in data])
-        batches = [self.padded([data[row] for row in part]) for part in rows]
+        rows = cut([len(one["tokens"]) for one in data], self.budget, self.divisor)
+        batches = [padded([data[row] for row in part], self.divisor) for part in rows]
         x = fpipe.Microbatches([batch["tokens"] for batch in batches])
         if loss_function is None:
             with torch.inference_mode():
@@ -62,49 +65,11 @@ class Engine:
         pipe = self.make(loss=loss, reduction=fpipe.weighted(lambda batch: batch["mask"].sum()))
         return pipe, fpipe.value_and_grad(pipe, has_aux=True)
 
-    def cut(self, lengths: list[int]) -> list[list[int]]:
-        """Which sequences make a microbatch: the longest first, as many as fit the budget, padding included."""
-        parts: list[list[int]] = []
-        for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-            longest = -(-lengths[parts[-1][0]] // self.divisor) * self.divisor if parts else 0
-            if not parts or (len(parts[-1]) + 1) * longest > self.budget:
-                parts.append([])
-            parts[-1].append(row)
-        return parts
-
-    def padded(self, sequences: list[dict]) -> dict[str, Tensor]:
-        """One microbatch: every tensor that sequences have, as rows of one length."""
-        rows = [{k: v[None] for k, v in one.items() if isinstance(v, Tensor)} for one in sequences]
-        rows, _ = fpipe.pad(rows, multiple=self.divisor, uniform=True)
-        return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
-
 
 def log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
     """Of each token, given those before it; 0 for the first."""
     after = logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])
     return F.pad(after.squeeze(-1), (1, 0))
-
-
-def ppo(now: Tensor, batch: dict[str, Tensor], clip: float = 0.2) -> tuple[Tensor, dict[str, Tensor]]:
-    """The clipped objective of PPO; metrics are sums over tokens, which add up however the data are cut."""
-    mask, advantage = batch["mask"], batch["advantage"]
-    gone = torch.where(mask > 0, now - batch["old_log_probs"], 0.0)
-    ratio = gone.exp()
-    gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
-    tokens = mask.sum()
-    clipped = ((ratio - 1).abs() > clip) * mask
-    return -(gain * mask).sum() / tokens.clamp(min=1), {"tokens": tokens, "clipped": clipped.sum(), "kl": -gone.sum()}
-
-
-def rollouts(count: int = 24, prompt: int = 8) -> list[dict[str, Any]]:
-    """Pieces of the sonnets of many lengths, each with a name; a vowel is worth 1, anything else 0, less the mean."""
-    text, data = sonnets(), []
-    for number in range(count):
-        tokens = text.batch(number, 1, prompt + 4 + 5 * number % 29)[0][0]
-        reward = torch.tensor([float(text.letters[token] in "aeiou") for token in tokens])
-        mask = (torch.arange(len(tokens)) >= prompt).float()
-        data.append({"name": f"piece {number}", "tokens": tokens, "mask": mask, "advantage": reward - reward.mean()})
-    return data
 
 
 def main(steps: int = 6, budget: int = 128, ranks: int = 2) -> list[float]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor
 
+import fpipe
+from fpipe.interop import huggingface
+from schedule_table import Case
+
 VOCABULARY = 48
+MICROBATCHES = 4
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2,
@@ -79,3 +85,74 @@ def distance(grads: Iterable[dict[str, Tensor | None] | None], want: dict[str, T
     assert own.keys() <= want.keys()
     difference = sum(float((g - want[name]).norm()) ** 2 for name, g in own.items())
     return (difference / sum(float(g.norm()) ** 2 for g in want.values())) ** 0.5
+
+
+# ---- one family, split and unsplit, under any schedule ---------------------------------------------------------------
+class Split(NamedTuple):
+    """Stages and parameters of a model with something frozen, and the unsplit model's loss and gradients."""
+
+    stages: Any
+    params: Any
+    loss: Tensor
+    grads: dict[str, Tensor]
+
+
+class Found(NamedTuple):
+    """One run, as far as it is here: the loss's relative error, and of each gradient, by name, the squared norms of its
+    error and of itself. A frozen parameter with a gradient, or another one without, is in ``wrong``."""
+
+    loss: float
+    grads: dict[str, tuple[float, float]]
+    wrong: tuple[str, ...]
+
+
+class Verdict(NamedTuple):
+    """Relative errors of the loss, of all gradients as one vector, and of the worst single one; and what is wrong."""
+
+    loss: float
+    grads: float
+    worst: float
+    wrong: tuple[str, ...]
+
+
+@cache
+def split(family: str, stages: int) -> Split:
+    """Four stages have a layer each; eight are seven with a layer each, and the head."""
+    model = decoder(family, layers=4 if stages == 4 else 7)
+    for index, (name, parameter) in enumerate(model.named_parameters()):
+        parameter.requires_grad_("layers.1" not in name and "h.1" not in name and index % 5 != 3)
+    return Split(*huggingface.stages(model, stages), *unsplit(model, MICROBATCHES, tokens(MICROBATCHES, 5)))
+
+
+def against_unsplit(family: str, case: Case, group: Any) -> Found:
+    """One run under a schedule."""
+    made = split(family, case.stages)
+    pipe = fpipe.pipeline(
+        made.stages, case.make(), loss=huggingface.causal_loss, microbatches=MICROBATCHES, group=group
+    )
+    ids = tokens(MICROBATCHES, 5)
+    loss, grads = fpipe.value_and_grad(pipe)(pipe.place(made.params), ids, ids)
+    own = {name: g for stage in grads for name, g in (stage or {}).items()}
+    wrong = [name for name, g in own.items() if (g is None) != (name not in made.grads)]
+    errors = {
+        name: (float((g - made.grads[name]).square().sum()), float(made.grads[name].square().sum()))
+        for name, g in own.items()
+        if g is not None and name in made.grads
+    }
+    return Found(abs(float(loss / made.loss) - 1), errors, tuple(wrong))
+
+
+def verdict(found: Sequence[Found], family: str, stages: int) -> Verdict:
+    """What all ranks of a pipeline found, as one."""
+    grads: dict[str, tuple[float, float]] = {}
+    for name, error in ((name, error) for one in found for name, error in one.grads.items()):
+        grads[name] = max(error, grads.get(name, error))  # a stage with several homes: the worse of them
+    lost = set(split(family, stages).grads) - set(grads)
+    whole = sum(error for error, _ in grads.values()) / sum(norm for _, norm in grads.values())
+    worst = max(error / norm for error, norm in grads.values() if norm)
+    return Verdict(
+        max(one.loss for one in found),
+        whole**0.5,
+        worst**0.5,
+        (*(w for one in found for w in one.wrong), *sorted(lost)),
+    )

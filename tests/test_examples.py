@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,12 @@ import fpipe
 from fpipe.generators import unregister_schedule
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-#: run here, but for those that a test of their own subject runs: rl_engine.py
+sys.path.insert(0, str(EXAMPLES))  # as Python does for a script: some have a second file beside them
+
+#: second file -> the example that imports it, and is run in its place
+PARTS = {"moe_block": "moe", "rl_data": "rl_engine"}
+#: example -> the test file that runs it, where that is not this one
+ELSEWHERE = {"rl_engine": "test_trainers.py"}
 SMALL = {"quickstart": 6, "module": 12, "contrastive": 6}
 
 
@@ -101,12 +107,19 @@ def test_train_prints_the_same_to_the_last_digit_under_torchrun(capfd: pytest.Ca
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.name)
-def test_short_and_told(path: Path):
-    """Under a hundred lines, but for a whole model with experts and an engine with its loss; and told how to run."""
+def test_short_told_and_run(path: Path):
+    """Under a hundred lines, a docstring that says how it is run, and a test that does."""
     text = path.read_text(encoding="utf-8")
-    most = {"moe.py": 170, "rl_engine.py": 135}.get(path.name, 100)
-    assert text.count("\n") < most
-    assert f"python examples/{path.name}" in text.split('"""')[1]
-    others = {"rl_engine": "test_trainers.py"}
-    tested = (Path(__file__).parent / others.get(path.stem, "test_examples.py")).read_text(encoding="utf-8")
-    assert path.stem in tested
+    assert text.count("\n") < 100
+    main = PARTS.get(path.stem, path.stem)
+    assert f"examples/{main}.py" in text.split('"""')[1]
+    if main != path.stem:
+        assert f"from {path.stem} import" in (EXAMPLES / f"{main}.py").read_text(encoding="utf-8")
+    tests = Path(__file__).parent / ELSEWHERE.get(main, "test_examples.py")
+    assert re.search(rf"(load\(.{main}.\)|\b{main}\b.*(import|:|\]))", tests.read_text(encoding="utf-8"))
+
+
+def test_notebook_is_short():
+    """As many lines of code as any example has."""
+    book = json.loads((EXAMPLES / "notebook.ipynb").read_text(encoding="utf-8"))
+    assert sum(len(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code") < 100

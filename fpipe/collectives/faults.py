@@ -63,7 +63,10 @@ class Watch:
         trail, suspect, sure = self._everyone() if peer is None else self._trail(peer, not late)
         if not sure:  # nobody failed: look for one that does not answer
             self._silent = self._listen()
-            trail, suspect, _ = self._everyone() if peer is None else self._trail(peer, not late)
+            trail, suspect, sure = self._everyone() if peer is None else self._trail(peer, not late)
+            if not sure and self._silent and suspect not in self._silent:  # who waits for all says not for whom
+                suspect = min(self._silent)
+                trail += f"; rank {suspect} {_state(self.journal.last(suspect), gone=False, silent=True)}"
         first = f"{trail}. Look at rank {suspect} first" if suspect is not None else "Look at every rank's own output"
         whom = "all ranks" if peer is None else f"rank {peer}"
         me = f"rank {self.rank}{_at(self.journal.here)}"
