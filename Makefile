@@ -11,7 +11,7 @@ ARGS   ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench bench-gpu docs clean
+.PHONY: help demo test golden lint format bench bench-gpu docs clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -41,6 +41,9 @@ demo: $(VENV)/.installed ## train a small GPT through 4 processes, and see the p
 
 test: $(VENV)/.installed-dev ## the whole suite; ARGS="-k name" for a part, JOBS=1 for one process
 	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+golden: $(VENV)/.installed-dev ## write golden files and what the docs say is printed anew; then look at git diff
+	@$(BIN)/python -m pytest -n $(JOBS) --update-golden tests/test_golden.py tests/test_docs.py $(ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff and pyright
 	@$(BIN)/ruff format --check .

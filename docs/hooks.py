@@ -59,6 +59,8 @@ FACTS = {
                        lambda p, m: 3 * m + (p - 1), "m of 2p or more for its full form"),
     "Eager1F1B": Facts("Zhuang et al. 2022", "2211.05322", "(m + p - 1)(F + B)", "2(p - r) - 1",
                        lambda p, m: 3 * (m + p - 1)),
+    "Overlapped1F1B": Facts("Zhuang et al. 2022, its warm-up", "2211.05322", "(m + p - 1)(F + B), F&B = F + B",
+                            "2(p - r)", lambda p, m: 3 * (m + p - 1)),
     "ZBH1": Facts("Qi et al. 2024", "2401.10241", "m(F + B) + (p - 1)(F + I - W)", "p", lambda p, m: 3 * m + p - 1),
     "ZBH2": Facts("Qi et al. 2024", "2401.10241", "m(F + B) + (p - 1)F; span m(F + B)", "2p - 1",
                   lambda p, m: 3 * m + p - 1),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +22,10 @@ sys.path.insert(0, str(EXAMPLES))  # as Python does for a script: some have a se
 PARTS = {"moe_block": "moe", "rl_data": "rl_engine"}
 #: example -> the test file that runs it, where that is not this one
 ELSEWHERE = {"rl_engine": "test_trainers.py"}
+#: example -> steps enough to learn something
 SMALL = {"quickstart": 6, "module": 12, "contrastive": 6}
+#: those that take arguments
+TOLD = ("moe", "zero")
 
 
 def load(name: str) -> ModuleType:
@@ -47,7 +49,7 @@ def test_huggingface_loss_falls():
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("name", ["moe", "zero"])
+@pytest.mark.parametrize("name", TOLD)
 def test_loss_falls_in_one_process(name: str):
     losses = load(name).main(["--steps", "8"])
     assert losses[-1] < losses[0]
@@ -91,6 +93,29 @@ def test_notebook_runs():
             assert not cell["outputs"], "keep what was printed out of the repository"
 
 
+def _on_four() -> dict[str, list[float]]:
+    os.environ["TORCHELASTIC_RUN_ID"] = "examples"  # what torchrun sets besides
+    return {
+        "quickstart": load("quickstart").main(steps=2),
+        "moe": load("moe").main(["--steps", "2"]),
+        "sequential": load("moe").main(["--steps", "2", "--overlap", "sequential"]),
+        "zero": load("zero").main(["--steps", "2"]),
+        "whole": load("zero").main(["--steps", "2", "--zero", "0"]),
+    }
+
+
+@pytest.mark.timeout(240)
+def test_on_four_processes():
+    """A pipeline of four, and two copies of a pipeline of two with experts spread over them, or parameters."""
+    found = fpipe.launch(_on_four, ranks=4, timeout=200)
+    assert found[0]["quickstart"] == load("quickstart").main(steps=2)
+    alone = load("zero").main(["--steps", "2"])
+    for here in found:
+        assert here["quickstart"] == found[0]["quickstart"]
+        assert here["moe"] == here["sequential"]
+        assert here["zero"] == here["whole"] == pytest.approx(alone, rel=1e-5)
+
+
 def test_train_prints_the_same_to_the_last_digit_under_torchrun(capfd: pytest.CaptureFixture[str]):
     losses = load("train").main(steps=3, width=16)
     here = capfd.readouterr().out
@@ -115,8 +140,8 @@ def test_short_told_and_run(path: Path):
     assert f"examples/{main}.py" in text.split('"""')[1]
     if main != path.stem:
         assert f"from {path.stem} import" in (EXAMPLES / f"{main}.py").read_text(encoding="utf-8")
-    tests = Path(__file__).parent / ELSEWHERE.get(main, "test_examples.py")
-    assert re.search(rf"(load\(.{main}.\)|\b{main}\b.*(import|:|\]))", tests.read_text(encoding="utf-8"))
+    tests = (Path(__file__).parent / ELSEWHERE.get(main, "test_examples.py")).read_text(encoding="utf-8")
+    assert main in (*SMALL, *TOLD) or f'load("{main}").main' in tests or f"from {main} import" in tests
 
 
 def test_notebook_is_short():
