@@ -87,6 +87,14 @@ def test_torch_validator_passes_a_deadlock():
         fpipe.Schedule.parse(text).check()
 
 
+def test_torch_needs_a_process_group():
+    """There a schedule is made of stages, and a stage of a process group; here it is made, checked and timed alone."""
+    assert not dist.is_initialized()
+    with pytest.raises(ValueError, match="process group has not been initialized"):
+        schedule([nn.Linear(4, 4), nn.Linear(4, 4)])
+    assert fpipe.make_schedule("ZBV", 1, 2).check().simulate().total == 12
+
+
 def test_torch_names_seven():
     from torch.distributed.pipelining import schedules
 
