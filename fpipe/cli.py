@@ -77,6 +77,8 @@ def main(args: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except click.UsageError as error:
+        if isinstance(error, click.NoSuchOption):  # the nearest alone, not three by the alphabet
+            error.possibilities = get_close_matches(error.option_name, error.possibilities or (), n=1)
         where = error.ctx.command_path if error.ctx else "fpipe"
         return _fail(f"{error.format_message()}  ({where} --help tells more)", USAGE)
     except click.ClickException as error:

@@ -29,6 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: pages whose blocks need several processes -> the test that runs what they show; here they must be Python
 ELSEWHERE = {"parallelism.md": "tests/test_axes.py"}
+#: what a how-to page must be there for
+HOWTO = ("schedule", "model", "moe", "rl", "machines", "hang", "timeline", "memory", "choose")
 #: files in examples/ that tests/test_examples.py does not run -> the test that does
 EXAMPLES = {"rl_engine.py": "tests/test_trainers.py"}
 BUILT_IN = {entry.name for entry in generators._TABLE}
@@ -103,6 +105,14 @@ def test_blocks(page: Path, update_golden: bool, tmp_path: Path, monkeypatch: py
         run(page, update_golden)
     for name in set(fpipe.schedule_names()) - BUILT_IN:
         generators.unregister_schedule(name)
+
+
+def test_the_list_names_every_page():
+    """What is made when the docs are built, and performance.md, which ``make bench`` makes, need not be there."""
+    named = set(re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M))
+    there = {path.relative_to(ROOT / "docs").as_posix() for path in PAGES[1:]}
+    assert named - there <= {"index.md", "zoo.md", "reference.md", "performance.md"}
+    assert {f"howto/{name}.md" for name in HOWTO} <= named & there
 
 
 def test_a_wrong_page_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

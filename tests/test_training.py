@@ -94,7 +94,10 @@ def test_screen_shows_what_is_reported():
     ("arguments", "told"),
     [
         (["--schedule", "ZBX"], "did you mean ZBV"),
-        (["--shedule", "ZBV"], "--schedule"),
+        (["--schedul", "DualPipeV"], "Did you mean '--schedule'?"),
+        (["--step", "5"], "Did you mean '--steps'?"),
+        (["DualPipeV"], "'DualPipeV' stands alone; a schedule is named by --schedule DualPipeV"),
+        (["--ranks", "four"], "'four' is not a valid whole number"),
         (["--schedule", "DualPipe", "--ranks", "3"], "3 ranks are odd"),
         (["--schedule", "nothing.csv"], "cannot read 'nothing.csv'"),
         (["--width", "6"], "multiple of 4"),

@@ -25,19 +25,27 @@ if TYPE_CHECKING:
     from .rank import Settings
 
 
+class _Count(click.IntRange):
+    """A whole number within bounds."""
+
+    name = "whole number"
+
+
 @click.command("train")
+@click.argument("alone", nargs=-1, metavar="")
 @click.option("-s", "--schedule", "what", default="ZBV", show_default=True, help="A schedule's name, or a CSV file.")
-@click.option("-p", "--ranks", type=click.IntRange(1, 32), help="Processes.  [default: 4, or what the CSV has]")
-@click.option("-m", "--microbatches", type=click.IntRange(1, 256), help="[default: twice the ranks]")
-@click.option("--steps", type=click.IntRange(1, 100_000), default=200, show_default=True, help="Training steps.")
+@click.option("-p", "--ranks", type=_Count(1, 32), help="Processes.  [default: 4, or what the CSV has]")
+@click.option("-m", "--microbatches", type=_Count(1, 256), help="[default: twice the ranks]")
+@click.option("--steps", type=_Count(1, 100_000), default=200, show_default=True, help="Training steps.")
 @click.option("-o", "--out", type=click.Path(file_okay=False, path_type=Path), default=Path("run"), show_default=True,
               help="Where the timelines are written.")  # fmt: skip
-@click.option("--layers", type=click.IntRange(1, 64), default=8, show_default=True, help="Blocks of the model.")
-@click.option("--width", type=click.IntRange(4, 1024), default=64, show_default=True, help="Its width, 4 heads.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the model and of the batches.")
+@click.option("--layers", type=_Count(1, 64), default=8, show_default=True, help="Blocks of the model.")
+@click.option("--width", type=_Count(4, 1024), default=64, show_default=True, help="Its width, 4 heads.")
+@click.option("--seed", type=_Count(0), default=0, show_default=True, help="Of the model and of the batches.")
 def train(
-    what: str, ranks: int | None, microbatches: int | None, steps: int, out: Path, layers: int, width: int, seed: int
-) -> int:
+    alone: tuple[str, ...], what: str, ranks: int | None, microbatches: int | None, steps: int, out: Path, layers: int,
+    width: int, seed: int,
+) -> int:  # fmt: skip
     """Train a small GPT on Shakespeare's sonnets through a pipeline of processes on this machine.
 
     At the end, the gradients of the last step are compared with those of a single process that runs plain autograd
@@ -48,6 +56,9 @@ def train(
     fpipe train --schedule DualPipeV --ranks 4 --steps 200 --out run/
     fpipe train --schedule plan.csv
     """
+    if alone:
+        context = click.get_current_context()
+        raise click.UsageError(f"{alone[0]!r} stands alone; a schedule is named by --schedule {alone[0]}", context)
     if width % 4:
         raise click.BadParameter(f"{width}: the 4 heads share it, so give a multiple of 4", param_hint="--width")
     if out.exists() and not out.is_dir():
