@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx
+from torch import _C, fx
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -245,6 +245,6 @@ def where(error: BaseException) -> str:
     return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
 
 
-def wrapped(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is in the hands of a torch.func transform."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+def wrapped(*tensors: torch.Tensor) -> bool:
+    """Whether any of these is in the hands of a torch.func transform."""
+    return _C._are_functorch_transforms_active() and any(map(_C._functorch.is_functorch_wrapped_tensor, tensors))  # pyright: ignore[reportAttributeAccessIssue]

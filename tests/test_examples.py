@@ -23,7 +23,7 @@ PARTS = {"moe_block": "moe", "rl_data": "rl_engine"}
 #: example -> the test file that runs it, where that is not this one
 ELSEWHERE = {"rl_engine": "test_trainers.py"}
 #: example -> steps enough to learn something
-SMALL = {"quickstart": 6, "module": 12, "contrastive": 6}
+SMALL = {"quickstart": 6, "module": 12, "contrastive": 6, "meta": 12}
 #: those that take arguments
 TOLD = ("moe", "zero")
 

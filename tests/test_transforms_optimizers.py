@@ -224,32 +224,48 @@ def test_a_part_may_skip_alone():
 
 
 # ---- gradients through a step ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: T.sgd(0.1, 0.9, nesterov=True, weight_decay=0.1),
-        lambda: T.adamw(0.1, eps=1e-3),
-        lambda: T.chain(T.clip_by_global_norm(0.5), T.sgd(0.1)),
-        lambda: T.chain(T.ema(0.9), T.scale(-0.1)),
-    ],
-)
-def test_meta_gradients(make: Any):
-    """d loss(p - step(grad loss(p))) / dp, against finite differences."""
+ONE_STEP: dict[str, Any] = {
+    "sgd": lambda: T.sgd(0.1, 0.9, nesterov=True, weight_decay=0.1),
+    "adamw": lambda: T.adamw(0.1, eps=1e-3),
+    "adamw donate": lambda: T.adamw(0.1, eps=1e-3, donate=True),
+    "lion": lambda: T.lion(0.1),
+    "clip": lambda: T.chain(T.clip_by_global_norm(0.5), T.sgd(0.1)),
+    "clip exact": lambda: T.chain(T.clip_by_global_norm(0.5, exact=True), T.sgd(0.1)),
+    "clip 3": lambda: T.chain(T.clip_by_global_norm(0.5, p=3.0), T.sgd(0.1)),
+    "clip_by_value": lambda: T.chain(T.clip_by_value(0.7), T.sgd(0.1)),
+    "ema": lambda: T.chain(T.ema(0.9), T.scale(-0.1)),
+    "accumulate": lambda: T.chain(T.accumulate(1), T.sgd(0.1)),
+    "partition": lambda: T.partition({"a": T.adamw(0.1, eps=1e-3), "b": T.sgd(0.1)}, ["a", "b", "a"]),
+}
 
-    def loss(p: Tensor) -> Tensor:
-        return (p.sin() * torch.arange(1.0, 5.0, dtype=p.dtype)).sum() + p.prod()
 
-    def after_a_step(p: Tensor) -> Tensor:
-        tx = make()
-        gradient = torch.func.grad(loss)(p)
-        updates, _ = tx.update([gradient], tx.init([p]), [p])
-        return loss(T.apply_updates([p], updates)[0])
+def of_several(ps: list[Tensor]) -> Tensor:
+    """A loss in which every leaf meets every other."""
+    return (torch.cat([p.sin().flatten() for p in ps]) * torch.arange(1.0, 10.0, dtype=ps[0].dtype)).sum().square() / 9
 
-    p = torch.tensor([0.3, -0.4, 0.5, 1.2], dtype=torch.float64)
-    meta = torch.func.grad(after_a_step)(p)
-    step = 1e-6 * torch.eye(4, dtype=torch.float64)
-    numeric = torch.stack([(after_a_step(p + h) - after_a_step(p - h)) / 2e-6 for h in step])
-    torch.testing.assert_close(meta, numeric, rtol=1e-6, atol=1e-6)
+
+@pytest.mark.parametrize("name", ONE_STEP)
+def test_derivatives_through_a_step(name: str):
+    """Of loss(p - step(grad loss(p))) by p, for leaves of several shapes: backwards, forwards, and for many at once.
+
+    torch's kernels for lists raise here, or leave tangents out without a word.
+    """
+
+    def after_a_step(ps: list[Tensor]) -> Tensor:
+        tx = ONE_STEP[name]()
+        updates, _ = tx.update(torch.func.grad(of_several)(ps), tx.init(ps), ps)
+        return of_several(T.apply_updates(ps, updates))
+
+    draw = torch.Generator().manual_seed(1)
+    ps, v = ([torch.randn(s, generator=draw, dtype=torch.float64) for s in ((2, 2), (3,), (2,))] for _ in "pv")
+    moved = lambda h: after_a_step([p + h * along for p, along in zip(ps, v, strict=True)])
+    numeric = (moved(1e-6) - moved(-1e-6)) / 2e-6
+    assert numeric.abs() > 1e-2
+    backwards = sum((g * along).sum() for g, along in zip(torch.func.grad(after_a_step)(ps), v, strict=True))
+    torch.testing.assert_close(backwards, numeric, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(torch.func.jvp(after_a_step, (ps,), (v,))[1], numeric, rtol=1e-6, atol=1e-6)
+    many = torch.vmap(after_a_step)([torch.stack([p, p + along]) for p, along in zip(ps, v, strict=True)])
+    torch.testing.assert_close(many, torch.stack([moved(0.0), moved(1.0)]))
 
 
 def test_parameters_that_require_a_gradient_keep_no_graph():

@@ -8,16 +8,18 @@ records. It knows nothing of ranks or of any single transform.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
+from .._fake import wrapped
 from ..errors import TransformError
 from ..tree import NAMESPACE, Spec, Tree, is_floating, names, tree_map
+from . import _foreach as F
 
 Column = list[Any]
 
@@ -116,15 +118,19 @@ def by_kind(kernel: Callable[..., Sequence[Column]], first: list[Tensor], *rest:
     return merged
 
 
-def recording(*columns: Iterable[Any]) -> AbstractContextManager[Any]:
+@contextmanager
+def recording(*columns: Iterable[Any]) -> Iterator[None]:
     """Autograd stays on only where something that comes in carries a gradient: meta-gradients work, loops do not leak.
 
     >>> with recording([torch.ones(1)]):
     ...     torch.is_grad_enabled()
     False
     """
-    carried = any(isinstance(leaf, Tensor) and leaf.requires_grad for column in columns for leaf in column)
-    return torch.set_grad_enabled(carried and torch.is_grad_enabled())
+    tensors = [leaf for column in columns for leaf in column if isinstance(leaf, Tensor)]
+    carried = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tensors)
+    # forward mode and vmap do not ask for a gradient
+    with torch.set_grad_enabled(carried), F.transformed() if wrapped(*tensors) else nullcontext():
+        yield
 
 
 def zeros(params: Tree, dtype: torch.dtype | None = None) -> Tree:

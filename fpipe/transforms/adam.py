@@ -103,7 +103,7 @@ def _adam(now: _Now, ms: Column, vs: Column, gs: Column, ps: Column, on: Column)
 
 def _moments(now: _Now, us: Column, gs: Column, ms: Column, vs: Column) -> tuple[Column, Column, Column]:
     fused = now.fused if now.fused is not None else us[0].device.type in F.FUSED_DEVICES
-    if fused and not torch.is_grad_enabled():
+    if fused and not F.differentiated():
         ms, vs = (F.laid_out(x, us) if now.donate else F.copies(x, like=us) for x in (ms, vs))
         F.fused_adam(us, F.laid_out(gs, us), ms, vs, now.step, now.rate, now.betas, now.eps)
         return us, ms, vs
