@@ -2,9 +2,9 @@
 
 python examples/meta.py
 
-The inner step is a gradient of the pipeline and a transform of it; the outer gradient is torch.func's, through both.
-Under a torch.func transform a pipeline on a local group is the plain function of its stages, so that derivatives of any
-order are right. Across processes the same is not defined; ``fpipe.hvp`` gives what a first-order outer step lacks.
+The inner step is ``fpipe.grad`` and a transform of what it gives; the outer gradient is torch.func's, through both.
+Under a torch.func transform a pipeline on a local group is the plain function of its stages, and its gradient that of
+torch.func, so that derivatives of any order are right. Across processes this is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 import fpipe
 
 STAGES, WIDTH, ROWS = 4, 8, 16
-Loss = Callable[[Any, Tensor, Tensor], Tensor]
+Function = Callable[..., Any]
 
 
 def layer(p: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -37,11 +37,11 @@ def unsplit(params: Any, x: Tensor, t: Tensor) -> Tensor:
     return squares(x, t)
 
 
-def after_one_step(meta: Any, task: tuple[Tensor, ...], loss: Loss) -> Tensor:
+def after_one_step(meta: Any, task: tuple[Tensor, ...], loss: Function, gradient: Function) -> Tensor:
     """The loss on a task's second half, after a clipped step by its first half at a learned rate a stage."""
     params, rates = meta["params"], meta["rates"]
     x, t, new_x, new_t = task
-    grads = torch.func.grad(loss)(params, x, t)
+    grads = gradient(params, x, t)
     tx = fpipe.clip_by_global_norm(1.0)  # over=pipe is for several processes
     grads, _ = tx.update(grads, tx.init(params), params)
     steps = [tree_map(lambda g, rate=rate: -rate.exp() * g, g) for g, rate in zip(grads, rates, strict=True)]
@@ -71,9 +71,9 @@ def main(steps: int = 60) -> list[float]:
     outer = torch.func.grad_and_value(after_one_step)
     for step in range(steps):
         given = task()
-        grads, value = outer(meta, given, pipe)
+        grads, value = outer(meta, given, pipe, fpipe.grad(pipe))
         if step == 0:
-            tree_map(torch.testing.assert_close, grads, outer(meta, given, unsplit)[0])
+            tree_map(torch.testing.assert_close, grads, outer(meta, given, unsplit, torch.func.grad(unsplit))[0])
         updates, state = tx.update(grads, state, meta)
         meta = fpipe.apply_updates(meta, updates)
         losses.append(value.item())

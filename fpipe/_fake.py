@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import _C, fx
+from torch import fx
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -243,8 +243,3 @@ def where(error: BaseException) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename.replace("\\", "/")]
     frames = [f for f in frames if "/fpipe/" not in f.filename.replace("\\", "/") and "<fpipe" not in f.filename]
     return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
-
-
-def wrapped(*tensors: torch.Tensor) -> bool:
-    """Whether any of these is in the hands of a torch.func transform."""
-    return _C._are_functorch_transforms_active() and any(map(_C._functorch.is_functorch_wrapped_tensor, tensors))  # pyright: ignore[reportAttributeAccessIssue]

@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 import torch
 
-from . import tree
+from . import nested, tree
+from ._functorch import functional
 from .agreeing import agree
-from .calls import RESERVED, Call, functional
+from .calls import RESERVED, Call
 from .collectives.group import Group
 from .collectives.setup import init
 from .errors import StageError
@@ -358,9 +359,11 @@ def value_and_grad(pipe: Pipeline, argnums: int | tuple[int, ...] = 0, *, has_au
         raise StageError(f"argnums={argnums!r}; 0 is the parameters and 1 the input, nothing else is differentiated")
 
     def call(params: Any, x: Any, *targets: Any, seed: int | None = None, loss_scale: Any = None, **side: Any) -> Any:
-        made = Call(pipe, params, x, targets, side, mode="grad", seed=seed, wanted=wanted, has_aux=has_aux,
-                    loss_scale=loss_scale)  # fmt: skip
-        value, grads = made.value_and_grad()
+        how = {"wanted": wanted, "has_aux": has_aux, "loss_scale": loss_scale}
+        if functional((params, x, targets, side)):
+            value, grads = nested.value_and_grad(pipe, params, x, targets, side, **how)
+        else:
+            value, grads = Call(pipe, params, x, targets, side, mode="grad", seed=seed, **how).value_and_grad()
         return value, grads[0] if isinstance(argnums, int) else grads
 
     return call

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import tree
-from ._fake import wrapped
 from .ambient import ambient, without_autocast
 from .collect import Collected, collect, output_tree
 from .debugging import check, check_leaks, debugging
@@ -34,11 +33,6 @@ if TYPE_CHECKING:
 RESERVED = frozenset({"seed", "each", "has_aux", "loss_scale"})
 #: How many signatures a pipeline keeps plans of; those of the least recent calls go.
 KEPT = 128
-
-
-def functional(arguments: Any) -> bool:
-    """Whether a torch.func transform is at work on what a call is given."""
-    return any(isinstance(leaf, torch.Tensor) and wrapped(leaf) for leaf in tree.leaves(arguments))
 
 
 class Call:

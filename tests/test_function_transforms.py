@@ -178,6 +178,56 @@ def test_meta_gradient():
     assert found.abs() > 1e-3
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB1P"])
+def test_meta_gradients_by_parameters_and_input(schedule: str):
+    """fpipe's own gradient inside torch.func's: where to begin, and from which rows."""
+    params, v, x, t = layers()
+    pipe = fpipe.pipeline([layer, layer], schedule, loss=squares, microbatches=2, group=fpipe.local(2))
+    whole = lambda p, x: squares(layer(p[1], layer(p[0], x)), t)
+
+    def after(params: Any, x: Tensor, both: Any, loss: Any) -> Tensor:
+        value, (grads, dx) = both(params, x)
+        steps = fpipe.sgd(0.3, 0.9)
+        updates, _ = steps.update(grads, steps.init(params), params)
+        return loss(fpipe.apply_updates(params, updates), x - dx) + value
+
+    ours = lambda p, x: fpipe.value_and_grad(pipe, (0, 1))(p, x, t)
+    plain = lambda p, x: torch.func.grad_and_value(whole, (0, 1))(p, x)[::-1]
+    arguments = ours, lambda p, x: pipe(p, x, t)
+    want = torch.func.grad(after, (0, 1))(params, x, plain, whole)
+    close(torch.func.grad(after, (0, 1))(params, x, *arguments), want)
+    along = torch.func.jvp(lambda p: after(p, x, *arguments), (params,), (v,))[1]
+    wanted = sum((g * d).sum() for g, d in zip(want[0], v, strict=True))
+    torch.testing.assert_close(along.float(), wanted, rtol=1e-4, atol=1e-5)  # torch's tangents of scalars are doubles
+    many = torch.vmap(lambda x: after(params, x, *arguments))(torch.stack([x, 2 * x]))
+    close(many, torch.stack([after(params, rows, plain, whole) for rows in (x, 2 * x)]))
+
+
+def test_gradients_inside_a_transform_have_their_form():
+    """Frozen leaves, further values, scales and Microbatches: as outside, where there is nothing to differentiate."""
+    params, _, x, t = layers()
+    own = [{"w": p, "n": 2} for p in params]
+    stage = lambda p, x: layer(p["w"], x) * p["n"]
+    loss = lambda y, t: (squares(y, t), {"most": y.max()})
+    pipe = fpipe.pipeline([stage, stage], loss=loss, microbatches=2, group=fpipe.local(2), frozen=["0"])
+    parts = fpipe.Microbatches(x.split([1, 3])), fpipe.Microbatches(t.split([1, 3]))
+    both = fpipe.value_and_grad(pipe, (0, 1), has_aux=True)
+    outside = both(own, *parts, loss_scale=4.0)
+    seen: list[Any] = []
+
+    def watched(rate: Tensor) -> Tensor:
+        moved = [{"w": p["w"] + rate, "n": p["n"]} for p in own]
+        out, (grads, dx) = both(moved, *parts, loss_scale=4.0)
+        assert isinstance(dx, fpipe.Microbatches)
+        seen.append(optree.tree_map(torch.func.debug_unwrap, (*out, grads, list(dx))))
+        return out[0]
+
+    torch.func.grad(watched)(torch.tensor(0.0))
+    value, aux, grads, dx = seen[0]
+    assert optree.tree_structure(grads) == optree.tree_structure(outside[1][0]) and grads[0] == {"n": None, "w": None}
+    close((value, aux, grads, dx), (*outside[0], outside[1][0], list(outside[1][1])))
+
+
 @pytest.mark.parametrize("norm", ["layer", "batch", "instance"])
 def test_hessians_through_norms(norm: str):
     """The second derivative counts what a normalization's statistics do, as forward over reverse does."""

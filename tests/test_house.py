@@ -30,7 +30,7 @@ FLOORS = (
     ("balancing",),
     ("wrapping",),
     ("tree",),
-    ("microbatch",),
+    ("microbatch", "_functorch"),
     ("padding",),
     ("program", "ambient"),
     ("cut", "_purity", "shortening"),
@@ -60,6 +60,7 @@ FLOORS = (
     ("feed", "_spelled"),
     ("collect",),
     ("calls",),
+    ("nested",),
     ("_pipeline", "_outcome"),
     ("profiling", "_ray", "dual"),
     ("rowwise",),
@@ -73,7 +74,8 @@ TORCH_FREE = {name for names in FLOORS[: FLOOR["wrapping"]] for name in names}
 
 #: The only files that may touch private parts of torch, and which; each is small, so that a new torch is soon met.
 PRIVATE_TORCH: dict[str, set[str]] = {
-    "_fake.py": {"torch._subclasses", "torch._ops", "torch._C"},
+    "_fake.py": {"torch._subclasses", "torch._ops"},
+    "_functorch.py": {"torch._C"},
     "_marks.py": {"torch.autograd._get_sequence_nr"},
     "ops.py": {"torch.ops._c10d_functional"},
     "_purity.py": {"torch._subclasses", "torch._ops", "torch.utils._python_dispatch"},

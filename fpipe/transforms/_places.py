@@ -16,7 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._fake import wrapped
+from .._functorch import wrapped
 from ..errors import TransformError
 from ..tree import NAMESPACE, Spec, Tree, is_floating, names, tree_map
 from . import _foreach as F
