@@ -116,6 +116,66 @@ def test_a_file_for_something_else(tmp_path: Path):
         torchtitan.settings(nn.Linear(2, 2), config())
 
 
+# ---- a mixture of experts -------------------------------------------------------------------------------------------
+class GroupedExperts(nn.Module):
+    """Experts that ask for the counts of their tokens, as theirs do: nothing can trace them."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 4, 4))
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        parts = x.split(counts.tolist())
+        return torch.cat([part @ w for part, w in zip(parts, self.w, strict=True)])
+
+
+class Mixture(nn.Module):
+    """A layer with a router; what it counts stays in a buffer, and is a metric and no part of the loss."""
+
+    tokens_per_expert: Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(4, 3), GroupedExperts()
+        self.register_buffer("tokens_per_expert", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        score, chosen = self.gate(flat).softmax(-1).max(-1)
+        counts = torch.bincount(chosen, minlength=3)
+        self.tokens_per_expert.add_(counts)
+        order = chosen.argsort(stable=True)
+        made = torch.zeros_like(flat).index_copy(0, order, self.experts(flat[order], counts))
+        return x + (made * score[:, None]).view_as(x)
+
+
+def mixed() -> Small:
+    torch.manual_seed(0)
+    model = Small()
+    model.layers["2"], model.layers["3"] = Mixture(), Mixture()
+    return model
+
+
+def test_experts_run_on_autograd_and_count():
+    model, tokens, labels = mixed(), torch.randint(7, (4, 5)), torch.randint(7, (4, 5))
+    pipe, params = torchtitan.pipeline(model, config(schedule="DualPipeV"), group=fpipe.local(2))
+    assert [stage.engine for stage in pipe.functions] == ["trace", "eager", "eager", "trace"]
+    (loss, counts), grads = fpipe.value_and_grad(pipe)(params, tokens, labels)
+    twin = mixed()  # the model's own statistics were left alone
+    assert not any(buffer.any() for buffer in model.buffers())
+    rows = zip(tokens.split(1), labels.split(1), strict=True)
+    whole = torch.stack([torchtitan.cross_entropy(twin(x), y) / 4 for x, y in rows]).sum()
+    whole.backward()
+    torch.testing.assert_close(loss, whole.detach())
+    torch.testing.assert_close(
+        {n: g for own in grads for n, g in own.items()}, {n: p.grad for n, p in twin.named_parameters()}
+    )
+    told = {name: count for own in counts for name, count in (own or {}).items()}
+    assert told.keys() == {"layers.2.tokens_per_expert", "layers.3.tokens_per_expert"}
+    assert all(torch.equal(count, twin.get_buffer(name)) for name, count in told.items())
+    assert all(count.sum() == tokens.numel() for count in told.values())
+
+
 # ---- the package itself ---------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def package() -> Any:

@@ -61,6 +61,15 @@ def _hollow(parameter: nn.Parameter | None, hollow: dict[int, nn.Parameter]) -> 
     return hollow[id(parameter)]
 
 
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module is the experts of a mixture, by what such classes are called.
+
+    >>> is_experts(nn.Linear(2, 2))
+    False
+    """
+    return type(module).__name__.lower().endswith("experts")
+
+
 @dataclass(frozen=True)
 class Claim:
     """What one stage owns: its parameters by name, other names for them, and what the Stage should carry."""

@@ -22,7 +22,7 @@ from ..balancing import estimate, spread
 from ..errors import StageError
 from ..stage import Stage, remat
 from ._router import Router, Totals, router_of
-from ._skeleton import Claim, Pure, claims, clone
+from ._skeleton import Claim, Pure, claims, clone, is_experts
 
 SIDES = ("attention_mask", "position_ids", "position_embeddings")
 
@@ -65,7 +65,7 @@ def stages(
     for s, ((lo, hi), module, claim) in enumerate(zip(pairwise(edges), modules, owned, strict=True)):
         label = f"{type(model).__name__}[{lo}:{hi}]"
         part = DecoderPart(module, claim, span=(lo, hi), last=s == last, router=router, name=label)
-        expert = any(_is_experts(m) for layer in layers[lo:hi] for m in layer.modules())
+        expert = any(is_experts(m) for layer in layers[lo:hi] for m in layer.modules())
         engine = None if traced or not expert else "eager"
         made.append(part.stage(claim, engine=engine, aux_loss=router is not None and s == last))
     return made, [claim.params for claim in owned]
@@ -255,10 +255,6 @@ def _is_rotary(module: nn.Module) -> bool:
     return "rotary" in type(module).__name__.lower()
 
 
-def _is_experts(module: nn.Module) -> bool:
-    return type(module).__name__.lower().endswith("experts")
-
-
 def _first_layers(
     model: nn.Module, inner: nn.Module, layers: nn.ModuleList, n: int | None, cuts: Sequence[int] | None
 ) -> list[int]:
@@ -283,7 +279,7 @@ def _wants_aux(model: nn.Module, aux_loss: bool | None) -> bool:
 
 def _config(model: nn.Module, experts: str | None) -> tuple[Any, bool]:
     """The config for the stages, and whether experts, if any, trace under it."""
-    weights = [p for m in model.modules() if _is_experts(m) for p in m.parameters(recurse=False)]
+    weights = [p for m in model.modules() if is_experts(m) for p in m.parameters(recurse=False)]
     if not weights or not hasattr(model, "set_experts_implementation"):
         return model.config, not weights
     grouped = all(p.dtype == torch.bfloat16 for p in weights)  # grouped products of other types do not trace

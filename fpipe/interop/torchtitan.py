@@ -7,7 +7,7 @@ This file reads names from it and does not import torchtitan.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,8 +20,11 @@ from ..generators import make_schedule
 from ..schedule import Schedule
 from ..stage import Stage
 from ._chain import pieces
-from ._skeleton import clone
+from ._skeleton import clone, is_experts
 from .modules import from_module
+
+#: Buffers that a mixture of experts counts in, in forward.
+COUNTS = ("*.tokens_per_expert",)
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,11 @@ def settings(model: nn.Module, job_config: Any) -> Settings:
 
 
 def stages(model: nn.Module, job_config: Any) -> tuple[list[Stage], list[dict[str, torch.Tensor]]]:
-    """Cut a torchtitan model as its configuration says; returns ``(stages, params)``."""
+    """Cut a torchtitan model as its configuration says; returns ``(stages, params)``.
+
+    Stages with a mixture of experts run on ``engine="eager"``, since their experts ask for counts of tokens, and carry
+    ``tokens_per_expert`` as state.
+    """
     return _cut(model, settings(model, job_config).parts)
 
 
@@ -74,6 +81,7 @@ def pipeline(
     pipe, params = fpipe.interop.torchtitan.pipeline(model, job_config)
     params = pipe.place(params)
     loss, grads = fpipe.value_and_grad(pipe)(params, tokens, labels)
+    (loss, counts), grads = fpipe.value_and_grad(pipe)(params, tokens, labels)  # of a mixture of experts
     ```
     """
     chosen = settings(model, job_config)
@@ -167,7 +175,7 @@ def _cut(model: nn.Module, parts: Sequence[Sequence[str]]) -> tuple[list[Stage],
                 if part
                 else f"module_fqns_per_model_part[{stage}] is empty; every stage needs one submodule at least"
             )
-    made, params = from_module(model, [min(part, key=order.index) for part in parts[1:]])
+    made, params = from_module(model, [min(part, key=order.index) for part in parts[1:]], state=COUNTS)
     for stage, (part, own) in enumerate(zip(parts, params, strict=True)):
         for name in own:
             if not any(name.startswith(f"{prefix}.") for prefix in part):
@@ -175,4 +183,10 @@ def _cut(model: nn.Module, parts: Sequence[Sequence[str]]) -> tuple[list[Stage],
                     f"stage {stage} runs {name.rpartition('.')[0]!r}, which module_fqns_per_model_part[{stage}] "
                     f"{list(part)} leaves out; list submodules in the order in which forward calls them"
                 )
-    return made, params
+    return [_engined(stage, model, part) for stage, part in zip(made, parts, strict=True)], params
+
+
+def _engined(stage: Stage, model: nn.Module, part: Sequence[str]) -> Stage:
+    """A stage that autograd runs, where it holds experts."""
+    inside = (module for name in part for module in model.get_submodule(name).modules())
+    return replace(stage, engine="eager") if any(map(is_experts, inside)) else stage
