@@ -114,6 +114,11 @@ class Verdict(NamedTuple):
     worst: float
     wrong: tuple[str, ...]
 
+    @property
+    def right(self) -> bool:
+        """Whether this is the unsplit model, as far as float32 goes; what is no number is not."""
+        return self.loss < 1e-6 and self.grads < 1e-6 and self.worst < 1e-5 and not self.wrong
+
 
 @cache
 def split(family: str, stages: int) -> Split:
@@ -145,13 +150,14 @@ def against_unsplit(family: str, case: Case, group: Any) -> Found:
 def verdict(found: Sequence[Found], family: str, stages: int) -> Verdict:
     """What all ranks of a pipeline found, as one."""
     grads: dict[str, tuple[float, float]] = {}
-    for name, error in ((name, error) for one in found for name, error in one.grads.items()):
-        grads[name] = max(error, grads.get(name, error))  # a stage with several homes: the worse of them
+    for name, (error, norm) in (own for one in found for own in one.grads.items()):
+        before = grads.get(name, (0.0, 0.0))  # of a stage with several homes
+        grads[name] = before[0] + error, before[1] + norm
     lost = set(split(family, stages).grads) - set(grads)
     whole = sum(error for error, _ in grads.values()) / sum(norm for _, norm in grads.values())
     worst = max(error / norm for error, norm in grads.values() if norm)
     return Verdict(
-        max(one.loss for one in found),
+        sum(one.loss for one in found),
         whole**0.5,
         worst**0.5,
         (*(w for one in found for w in one.wrong), *sorted(lost)),

@@ -19,27 +19,23 @@ from decoders import ACCEPTANCE, MICROBATCHES, against_unsplit, verdict
 from schedule_table import TABLE, Case
 
 
-def schedules(stages: int, ranks: int = 4) -> Iterator[Case]:
-    """Every schedule that can run so many stages on so many ranks; in a V, four stages are on two."""
+def schedules(stages: int) -> Iterator[Case]:
+    """Every schedule, on 4 ranks or, where it cannot have so many stages there, on 2 (in a V) or 8 (one each)."""
     for entry in TABLE:
-        if stages // ranks in entry.per_rank:
-            yield Case(entry.name, ranks, MICROBATCHES, stages)
-        elif stages == ranks == 4:
-            yield Case(entry.name, 2, MICROBATCHES, stages)
+        ranks = next(ranks for ranks in (4, 2, 8) if stages // ranks in entry.per_rank)
+        yield Case(entry.name, ranks, MICROBATCHES, stages)
 
 
 def wrong(family: str, case: Case, group: Any) -> list[str]:
-    """What is not the unsplit model's own: loss and gradients to 1e-6, and what has a gradient at all."""
+    """What is not the unsplit model's own: its loss, its gradients, and what has a gradient at all."""
     told = verdict(group.gather_objects(against_unsplit(family, case, group)), family, case.stages)
-    return [] if max(told.loss, told.grads) < 1e-6 and not told.wrong else [f"{family} under {case}: {told}"]
+    return [] if told.right else [f"{family} under {case}: {told}"]
 
 
 @pytest.mark.parametrize("stages", [4, 8])
 @pytest.mark.parametrize("family", ACCEPTANCE)
 def test_every_schedule_equals_unsplit(family: str, stages: int):
-    cases = list(schedules(stages))
-    assert len(cases) == (len(TABLE) if stages == 4 else 15)
-    assert [fault for case in cases for fault in wrong(family, case, fpipe.local(case.ranks))] == []
+    assert [fault for case in schedules(stages) for fault in wrong(family, case, fpipe.local(case.ranks))] == []
 
 
 def dealt(family: str) -> list[Case]:
