@@ -173,6 +173,19 @@ def test_a_gradient_that_is_not_finite_in_one_part_is_skipped_by_all():
     assert on_copies(run) == [1, 1]
 
 
+def test_noise_is_another_in_each_part():
+    def run(dp: Any) -> tuple[Tensor, Tensor]:
+        pipe = pipe_of("1F1B", dp, zero=2)
+        zeros = optree.tree_map(torch.zeros_like, pipe.shard(network(2)))
+        both = fpipe.add_noise(1.0, seed=2, over=pipe), fpipe.add_noise(1.0, seed=2)
+        drawn = [optree.tree_leaves(tx.update(zeros, tx.init(zeros))[0][0]) for tx in both]
+        return tuple(torch.cat(leaves)[:16] for leaves in drawn)  # type: ignore[return-value]
+
+    (noise, plain), (other, others) = on_copies(run)
+    assert torch.equal(plain, others), "else nothing would have to be done"
+    assert (noise - other).abs().min() > 0
+
+
 # ---- what is asked of the reduction ---------------------------------------------------------------------------------
 def test_more_copies_than_elements():
     told = on_copies(lambda dp: [step(pipe_of("1F1B", dp, zero=zero), dp) for zero in range(4)], copies=4)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import fpipe
 from fpipe import transforms as T
+from fpipe.errors import TransformError
 
 STAGES, STEPS = 4, 200
 
@@ -194,6 +195,16 @@ def test_spans_in_the_simulator(name: str, ratio: float, monkeypatch: pytest.Mon
     waiting, guessing = bench.spans(name, ranks=4, microbatches=8, steps=8)
     assert guessing / waiting == pytest.approx(ratio, abs=1e-12)
     assert waiting - guessing == (0 if name == "1F1B" else 3 * 7)
+
+
+def test_what_a_guess_cannot_go_back_from_is_refused():
+    for tx in (fpipe.adamw(0.1, donate=True), fpipe.masked(fpipe.sgd(0.1, 0.9, donate=True), lambda p: [True])):
+        with pytest.raises(TransformError, match="leave donate=True out"):
+            T.optimistic(fpipe.chain(fpipe.clip_by_global_norm(1.0), fpipe.partition({"a": tx}, {"*": "a"})))
+    pipe = fpipe.pipeline([layer] * 2, loss=squares, microbatches=1, group=fpipe.local(2))
+    opt = T.optimistic(fpipe.clip_by_global_norm(1.0, over=pipe))
+    with pytest.raises(TransformError, match=r"optimistic\(tx, over=pipe\)"):
+        opt.update([torch.ones(1)] * 2, opt.init([torch.ones(1)] * 2), [torch.ones(1)] * 2)
 
 
 def test_what_cannot_be_late_is_waited_for():

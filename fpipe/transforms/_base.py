@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import TransformError
 from ..tree import Tree
 from . import _foreach as F
-from ._late import CHAINS
+from ._late import CHAINS, donating
 from ._places import Places, by_kind, places, recording
 
 State: TypeAlias = Any
@@ -88,6 +88,7 @@ def chain(*transforms: Transform) -> Transform:
         return grads, tuple(after)
 
     CHAINS[update] = transforms
+    donating(update, *(transform.update for transform in transforms))
     return Transform(init, update)
 
 

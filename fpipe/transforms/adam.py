@@ -18,6 +18,7 @@ from ..tree import Tree
 from . import _foreach as F
 from ._base import State, Transform
 from ._labels import Mask, flags
+from ._late import donating
 from ._places import Column, by_kind, count, places, recording, zeros
 from .scaling import Rate, decayed, rate_at, weights_of
 
@@ -85,6 +86,7 @@ def adamw(
             us, ms, vs = by_kind(lambda *columns: _adam(now, *columns), ms, vs, at.leaves, weights, on)
         return at.tree(us), AdamState(now.step, at.tree(ms, base=state.m), at.tree(vs, base=state.v))
 
+    donating(update, donate=donate)
     return Transform(init, update)
 
 

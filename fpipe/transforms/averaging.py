@@ -14,6 +14,7 @@ from ..errors import TransformError
 from ..tree import Tree, tree_map
 from . import _foreach as F
 from ._base import State, Transform, apply_updates
+from ._late import donating
 from ._places import by_kind, count, places, recording, zeros
 
 
@@ -122,6 +123,7 @@ def ema(
                 averages = by_kind(lambda xs: [F.div(xs, correction)], averages)[0]
             return at.tree(F.cast_like(averages, at.leaves)), after
 
+    donating(update, donate=donate)
     return Transform(init, update)
 
 

@@ -13,6 +13,7 @@ from ..errors import TransformError
 from ..tree import Tree, leaves
 from ._base import State, Transform
 from ._labels import Labels, Mask, labels_of, mask_of
+from ._late import donating
 from ._places import Column, Places, places
 
 
@@ -37,6 +38,7 @@ def masked(inner: Transform, mask: Mask) -> Transform:
         state = _run(inner, at, [bool(word) for word in words], state, params, after)
         return at.tree(after), state
 
+    donating(update, inner.update)
     return Transform(init, update)
 
 
@@ -70,6 +72,7 @@ def partition(transforms: Mapping[str, Transform], labels: Labels) -> Transform:
             states.append(_run(transform, at, [word == label for word in words], part, params, after))
         return at.tree(after), tuple(states)
 
+    donating(update, *(transform.update for transform in transforms.values()))
     return Transform(init, update)
 
 

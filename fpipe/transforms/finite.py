@@ -92,7 +92,7 @@ def skip_nonfinite(*, over: Over | None = None) -> Transform:
     def judge(total: Tensor, state: State) -> State:
         return SkipState(state.skipped, torch.zeros_like(state.in_a_row)) if total[0].item() == 0 else None
 
-    LATE[update] = Late(measure, judge)
+    LATE[update] = Late(measure, judge, over)
     return Transform(init, update)
 
 

@@ -16,6 +16,7 @@ from ..errors import TransformError
 from ..tree import Tree
 from . import _foreach as F
 from ._base import State, Transform
+from ._late import donating
 from ._places import Column, by_kind, count, places, recording, zeros
 from .scaling import Rate, rate_at, scaled, weights_of
 
@@ -79,4 +80,5 @@ def sgd(
             bs, us = by_kind(kernel, at.of(state.momentum, "the state"), gs)
             return at.tree(us), SgdState(state.step + 1, at.tree(bs, base=state.momentum))
 
+    donating(update, donate=donate)
     return Transform(init, update)

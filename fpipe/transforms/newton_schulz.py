@@ -25,6 +25,7 @@ from ..tree import Tree, is_floating, leaves, names
 from . import _foreach as F
 from ._base import State, Transform
 from ._labels import Mask, flags
+from ._late import donating
 from ._over import stages_here
 from ._places import Column, by_kind, count, places, recording, zeros
 from .scaling import Rate, decay, rate_at, weights_of
@@ -96,6 +97,7 @@ def muon(
             us = by_kind(finish, us, rates, weights, on)[0]
         return at.tree(us), MuonState(state.step + 1, at.tree(ms, base=state.m))
 
+    donating(update, donate=donate)
     return Transform(init, update)
 
 

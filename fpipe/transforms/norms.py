@@ -47,7 +47,8 @@ def global_norm(
 
     ``exact=True`` adds in an order that no number of ranks and no number of threads can change. ``tied`` names leaves
     that are one parameter (default: those of ``over``); the first of a group counts. ``shards`` is a group whose
-    processes hold parts of the same leaves (default: that of ``over``). Nothing waits for the device.
+    processes hold parts of the same leaves (default: that of ``over``), added last: how many these are may show in the
+    last bit. Nothing waits for the device.
 
     >>> global_norm([torch.tensor([3.0]), {"w": torch.tensor([4.0])}]).item()
     5.0
@@ -114,7 +115,7 @@ def clip_by_global_norm(
         norm = torch.linalg.vector_norm(board_whole(total), p)
         return ClipState(norm) if (max_norm / (norm + 1e-6)).clamp(max=1.0).item() == 1 else None
 
-    LATE[update] = Late(measure, judge)
+    LATE[update] = Late(measure, judge, over)
     return Transform(init, update)
 
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ..collectives.group import Work
+from ..errors import TransformError
 from ..tree import Tree
 from ._base import State, Transform, apply_updates
-from ._late import CHAINS, LATE, Late
+from ._late import CHAINS, DONATING, LATE, Late
 from ._over import Over
 
 
@@ -117,7 +118,7 @@ def optimistic(tx: Transform, over: Over | None = None) -> Optimistic:
     ``clip_by_global_norm`` and ``skip_nonfinite`` in the chain (made with the same ``over``) are guessed to have
     nothing to do; whatever else asks the other processes is waited for as ever, and so are parts of leaves (``zero=``).
     Results have the bits of the plain step. A wrong guess costs the step that began with it; until a guess is settled,
-    parameters, state and gradients from before it are held.
+    parameters, state and gradients from before it are held, so ``donate=True`` is refused.
 
     >>> from fpipe.transforms import chain, clip_by_global_norm, sgd
     >>> opt = optimistic(chain(clip_by_global_norm(1.0), sgd(1.0)))
@@ -128,6 +129,11 @@ def optimistic(tx: Transform, over: Over | None = None) -> Optimistic:
     >>> step.settle(), [round(p.item(), 4) for p in step.params]
     (True, [-1.75])
     """
+    if tx.update in DONATING:
+        raise TransformError(
+            "a transform with donate=True writes over the state that a wrong guess goes back to; leave donate=True out "
+            "of what optimistic() is given"
+        )
     return Optimistic(tx, over)
 
 
@@ -158,6 +164,9 @@ def _guess(
                 makers.append(make)
         return grads, lambda after: tuple(make(after) for make in makers)
     late = LATE.get(tx.update) if getattr(over, "parts", None) is None else None
+    if late is not None and late.over is not over:
+        _same_pipeline(late, over)
+        late = None
     part = None if late is None else late.measure(grads)
     if late is not None and part is not None:
         place = len(asked)
@@ -165,3 +174,12 @@ def _guess(
         return grads, lambda after: after[place]
     updates, after = tx.update(grads, state, params)
     return updates, lambda _: after
+
+
+def _same_pipeline(late: Late, over: Over | None) -> None:
+    """A transform that asks nobody is no matter; one that asks others than the guess does is a mistake."""
+    if late.over is not None:
+        raise TransformError(
+            f"a transform was made with over={late.over!r} and optimistic() with over={over!r}; "
+            "give both the same pipeline, as in optimistic(tx, over=pipe)"
+        )

@@ -17,7 +17,7 @@ from ..tree import Tree
 from . import _foreach as F
 from ._base import State, Transform, stateless
 from ._labels import Mask, flags
-from ._over import stages_here
+from ._over import Over, stages_here
 from ._places import Column, Places, by_kind, count, places, recording
 from .norms import scaled
 
@@ -134,10 +134,11 @@ def _where(column: Column, on: Column) -> Column:
     return [x for x, flag in zip(column, on, strict=True) if flag]
 
 
-def add_noise(eta: float, gamma: float = 0.55, *, seed: int = 0) -> Transform:
+def add_noise(eta: float, gamma: float = 0.55, *, seed: int = 0, over: Over | None = None) -> Transform:
     """Plus normal noise of variance ``eta / t ** gamma`` at step t = 1, 2, ...; ``gamma=0`` keeps it as it is.
 
     Drawn for each stage from (seed, step, stage) alone: the same noise for any number of ranks, and on all replicas.
+    Where copies of a pipeline hold parts (``zero=``), pass ``over=pipe``, and each part gets noise of its own.
 
     >>> tx = add_noise(0.01, seed=3)
     >>> first, _ = tx.update([torch.zeros(2)], tx.init([torch.zeros(2)]))
@@ -148,13 +149,15 @@ def add_noise(eta: float, gamma: float = 0.55, *, seed: int = 0) -> Transform:
     if eta < 0:
         raise TransformError(f"eta={eta}; a variance is 0 at least")
 
+    parts = getattr(over, "parts", None)
+    which = "" if parts is None else f"/{parts.here[0]}"
+
     def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
         at = places(grads)
         step = int(state.step.item()) + 1
         std = (eta / step**gamma) ** 0.5
-        noise = [
-            draw for stage, part in stages_here(grads, None).items() for draw in _drawn(part, f"{seed}/{step}/{stage}")
-        ]
+        stages = stages_here(grads, None).items()
+        noise = [draw for stage, part in stages for draw in _drawn(part, f"{seed}/{step}/{stage}{which}")]
         with recording(at.leaves):
             after = by_kind(lambda gs, ns: [F.add(gs, ns, std)], at.leaves, noise)[0]
         return at.tree(after), StepState(state.step + 1)

@@ -17,6 +17,7 @@ from ..tree import Tree
 from . import _foreach as F
 from ._base import State, Transform
 from ._labels import Mask, flags
+from ._late import donating
 from ._places import Column, by_kind, count, places, recording, zeros
 from .scaling import Rate, decay, rate_at, weights_of
 
@@ -69,4 +70,5 @@ def lion(
             us, ms = by_kind(kernel, ms, at.leaves, weights, on)
         return at.tree(us), LionState(state.step + 1, at.tree(ms, base=state.m))
 
+    donating(update, donate=donate)
     return Transform(init, update)
