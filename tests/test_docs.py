@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import doctest
 import io
+import json
 import re
 import shlex
 import sys
@@ -166,6 +167,21 @@ def test_what_readme_names_is_there():
     assert all(re.search(r"`\w|–", row.split("|")[-2]) for row in rows[1:]), "each row has a command that shows it"
     assert len(named) > 5
     assert [name for name in named if name not in tests] == []
+
+
+def test_what_readme_says_of_time_was_measured():
+    """Within a tenth: the machine that measures has good and bad days."""
+    file = ROOT / "benchmarks" / "results" / "torch.json"
+    if not file.exists():
+        pytest.skip("nothing was measured: make bench ARGS=torch")
+    told = re.search(
+        r"([\d.]+) to ([\d.]+) with small stages, ([\d.]+) to ([\d.]+) with", (ROOT / "README.md").read_text()
+    )
+    assert told is not None
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    for size, low, high in (("small", *told.groups()[:2]), ("medium", *told.groups()[2:])):
+        ratios = [row["ratio"] for row in rows if row["size"] == size]
+        assert (float(low), float(high)) == pytest.approx((min(ratios), max(ratios)), abs=0.1), size
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 24), (6, 18)])
