@@ -616,6 +616,20 @@ def test_autocast_around_a_pipeline_is_applied_once_and_not_to_backwards(engine:
     assert all(torch.equal(a, b) for a, b in zip(made, sums, strict=True))
 
 
+# ---- strides --------------------------------------------------------------------------------------------------------
+def test_strides_other_than_the_fakes_were():
+    """A kernel may lay out its result as its fake does not (the backward of softplus): no view may rely on that."""
+    stage = lambda p, x: F.softplus(x @ p).transpose(1, 2).cumsum(-1)
+    p, x = torch.randn(4, 3, requires_grad=True), torch.randn(2, 5, 4, requires_grad=True)
+    own = trace(stage, p.detach(), x.detach())
+    y, saved = own.forward(p.detach(), x.detach())
+    dy = torch.randn_like(y)
+    dx, kept = own.backward_input(saved, [dy])
+    found = tensors((*own.backward(saved, [dy]), dx, own.backward_weight(kept)))
+    dx, dp = torch.autograd.grad(stage(p, x), (x, p), dy)
+    assert all(torch.equal(a, b) for a, b in zip(found, (dx, dp, dx, dp), strict=True))
+
+
 # ---- compilers ------------------------------------------------------------------------------------------------------
 def compiles(backend: str) -> None:
     stage = fpipe.Stage(tanh_layer, compile=backend)
