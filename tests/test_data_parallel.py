@@ -119,11 +119,10 @@ def test_four_processes():
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
-def train(copies: Any, zero: int, **keywords: Any) -> list[Any]:
+def train(copies: Any, zero: int, exact: bool = False, **keywords: Any) -> list[Any]:
     pipe = pipe_of("ZBV", copies, zero=zero, **keywords)
-    tx = fpipe.chain(
-        fpipe.skip_nonfinite(over=pipe), fpipe.clip_by_global_norm(0.1, over=pipe), fpipe.adamw(0.01, weight_decay=0.1)
-    )
+    clip = fpipe.clip_by_global_norm(0.1, over=pipe, exact=exact)
+    tx = fpipe.chain(fpipe.skip_nonfinite(over=pipe), clip, fpipe.adamw(0.01, weight_decay=0.1))
     params = pipe.shard(network(pipe.stages))
     state = tx.init(params)
     for number in range(3):
@@ -143,6 +142,39 @@ def test_transforms_work_on_parts():
         assert same(*cut)
         assert near(cut[0], plain[0]), "the norm is added up in another order, the rest is the same"
     assert near(plain[0], train(None, 0), 1e-5)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_an_exact_norm_has_the_bits_of_whole_leaves(zero: int):
+    """Clipped and trained with it, parts make the same parameters to the bit; where some cannot be gathered, nearly."""
+    plain = on_copies(lambda dp: train(dp, 0, exact=True))
+    assert same(on_copies(lambda dp: train(dp, zero, exact=True)), plain)
+    assert same(on_copies(lambda dp: train(dp, zero, exact=True, bucket_bytes=100)), plain)
+    own = [on_copies(lambda dp, z=z: train(dp, z, exact=True, own=["*.b"], tied=[])) for z in (0, zero)]
+    assert own[1][0][1] == own[1][1][1] and near(own[1][0][0][0]["w1"], own[1][1][0][0]["w1"], 0)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_copies_clip_and_skip_alike_where_each_has_leaves_of_its_own(exact: bool):
+    """A norm counts what copies share once and what they have apart all; else what they share would drift apart."""
+
+    def run(dp: Any, zero: int, bad: bool = False) -> tuple[Any, Any]:
+        pipe = pipe_of("1F1B", dp, zero=zero, own=["*.b"])
+        tx = fpipe.chain(fpipe.skip_nonfinite(over=pipe), fpipe.clip_by_global_norm(0.1, over=pipe, exact=exact))
+        params = pipe.shard(network(2))
+        grads = fpipe.grad(pipe)(params, *(t.chunk(2)[dp.here[0]] for t in batch()))
+        if bad and dp.here[0]:
+            grads[1]["b"][0] = torch.inf
+        after, state = tx.update(grads, tx.init(params), params)
+        return None if after is None else pipe.unshard(after), (pipe.unshard(grads), state)
+
+    found = [on_copies(lambda dp, z=zero: run(dp, z)) for zero in (0, 2)]
+    (mine, (grads, state)), (others, (theirs, _)) = found[0]
+    assert same([p["w1"] for p in mine], [p["w1"] for p in others]) and not same(grads, theirs)
+    counted = optree.tree_leaves([[p["w1"], p["w2"], p["b"], q["b"]] for p, q in zip(grads, theirs, strict=True)])
+    assert state[1].norm.item() == pytest.approx(torch.cat([g.flatten() for g in counted]).norm().item(), rel=1e-5)
+    assert found[1][0][1][1][1].norm.item() == pytest.approx(state[1].norm.item(), rel=1e-6)
+    assert [after for after, _ in on_copies(lambda dp: run(dp, 0, bad=True))] == [None, None]
 
 
 def test_moments_have_the_bits_of_whole_ones():

@@ -72,6 +72,12 @@ def stages_here(tree: Tree, over: Over | None) -> dict[int, Tree]:
     return {stage: tree[stage] for stage in over.here}
 
 
+def apart(over: Over | None) -> tuple[Group, tuple[str, ...]] | None:
+    """Where copies of a pipeline hold whole leaves, and some for themselves (``own=``): their group, and which."""
+    copies = getattr(over, "copies", None)
+    return None if copies is None or copies.cut or not copies.own else (copies.group, copies.own)
+
+
 def number_of_slots(tree: Tree, over: Over | None) -> int:
     """How many stages a board of stages needs."""
     return len(stages_here(tree, None)) if over is None else over.stages

@@ -17,7 +17,7 @@ from ..tree import Tree
 from . import _foreach as F
 from ._base import State, Transform
 from ._late import LATE, Late
-from ._over import Over, board_device, board_part
+from ._over import Over, apart, board_device, board_part
 from ._places import by_kind, count, places
 from .norms import scaled
 
@@ -46,6 +46,8 @@ def all_finite(tree: Tree, over: Over | None = None) -> bool:
     bad = _bad(tree, board_device(tree, over))
     if over is not None:
         bad = over.all_sum(bad)
+        several = apart(over)  # then copies do not have the same gradients, and must decide alike
+        bad = bad if several is None else several[0].all_reduce(bad)
     return bad.item() == 0
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ..collectives.group import Group
 from ..errors import TransformError
-from ..tree import Tree, names
+from ..tree import Tree, matches, names
 from . import _foreach as F
 from ._base import State, Transform, stateless
 from ._late import LATE, Late
-from ._over import Over, board, board_device, board_part, board_whole, number_of_slots, stages_here
+from ._over import Over, apart, board, board_device, board_part, board_whole, number_of_slots, stages_here
 from ._places import by_kind, places, recording
 
 #: elements that one row of an exact norm takes in; any number would do, as long as it is always the same
@@ -47,8 +47,9 @@ def global_norm(
 
     ``exact=True`` adds in an order that no number of ranks and no number of threads can change. ``tied`` names leaves
     that are one parameter (default: those of ``over``); the first of a group counts. ``shards`` is a group whose
-    processes hold parts of the same leaves (default: that of ``over``), added last: how many these are may show in the
-    last bit. Nothing waits for the device.
+    processes hold parts of the same leaves (default: that of ``over``). With ``zero=`` an exact norm gathers gradients,
+    one stage at a time; parts of other kinds are added last, and how many these are may show in the last bit. Nothing
+    waits for the device.
 
     >>> global_norm([torch.tensor([3.0]), {"w": torch.tensor([4.0])}]).item()
     5.0
@@ -59,10 +60,10 @@ def global_norm(
         raise TransformError(f"p={p!r}; a norm needs p > 0, or float('inf')")
     skip = _copies(tied if tied is not None else over.tied if over is not None else ())
     device = board_device(tree, over)
-    shares = _shares(tree, over, skip, p, exact, device)
-    shards = shards if shards is not None else getattr(over, "parts", None)
-    if shards is not None:
-        shares = {stage: _over_shards(share, p, shards) for stage, share in shares.items()}
+    if shards is None and (shards := getattr(over, "parts", None)) is not None and exact and over is not None:
+        shares = _gathered(tree, over, shards, skip, p, device)
+    else:
+        shares = _all_shares(tree, over, skip, p, exact, device, shards)
     row = board(shares, number_of_slots(tree, over), device, over)
     return torch.linalg.vector_norm(row, p)
 
@@ -207,3 +208,34 @@ def _over_shards(share: Tensor, p: float, shards: Group) -> Tensor:
     if math.isinf(p):
         return shards.all_reduce(share, "max")
     return shards.all_reduce(share.pow(p), "sum").pow(1 / p)
+
+
+def _all_shares(
+    tree: Tree, over: Over | None, skip: frozenset[str], p: float, exact: bool, device: torch.device,
+    shards: Group | None,
+) -> dict[int, Tensor]:  # fmt: skip
+    """The norm of each stage here over those who hold parts of it, or have some of its leaves for themselves."""
+    several = apart(over) if shards is None else None
+    if several is None:
+        shares = _shares(tree, over, skip, p, exact, device)
+        return shares if shards is None else {stage: _over_shards(share, p, shards) for stage, share in shares.items()}
+    group, patterns = several
+    own = frozenset(name for name in names(tree) if matches(name, patterns))
+    alike = _shares(tree, over, skip | own, p, exact, device)
+    others = _shares(tree, over, skip | (frozenset(names(tree)) - own), p, exact, device)
+    return {stage: _joined([alike[stage], _over_shards(others[stage], p, group)], p, device) for stage in alike}
+
+
+def _gathered(
+    tree: Tree, over: Over, shards: Group, skip: frozenset[str], p: float, device: torch.device
+) -> dict[int, Tensor]:
+    """The norm of each stage here as whole leaves have it, of which one stage's are held at a time."""
+    shares = {}
+    for stage, own in stages_here(tree, over).items():
+        alone = [own if stage == other else None for other in range(over.stages)]
+        whole = over.unshard(alone)  # type: ignore[attr-defined]
+        parts = zip(places(alone).leaves, places(whole).leaves, strict=True)
+        cut = any(part is leaf for part, leaf in parts)  # each copy's own, or beside one that has no gradient
+        share = _shares(alone if cut else whole, over, skip, p, True, device)[stage]
+        shares[stage] = _over_shards(share, p, shards) if cut else share
+    return shares

@@ -19,7 +19,7 @@ from ..errors import TransformError
 from ..tree import Tree
 from ._base import State, Transform, apply_updates
 from ._late import CHAINS, DONATING, LATE, Late
-from ._over import Over
+from ._over import Over, apart
 
 
 class _Asked(NamedTuple):
@@ -116,7 +116,8 @@ def optimistic(tx: Transform, over: Over | None = None) -> Optimistic:
     """Make optimizer steps without the barrier of a global norm or of a check for infinities.
 
     ``clip_by_global_norm`` and ``skip_nonfinite`` in the chain (made with the same ``over``) are guessed to have
-    nothing to do; whatever else asks the other processes is waited for as ever, and so are parts of leaves (``zero=``).
+    nothing to do; whatever else asks the other processes is waited for as ever, and so are norms over copies of the
+    pipeline (``zero=``, ``own=``).
     Results have the bits of the plain step. A wrong guess costs the step that began with it; until a guess is settled,
     parameters, state and gradients from before it are held, so ``donate=True`` is refused.
 
@@ -163,7 +164,8 @@ def _guess(
                 grads, make = _guess(part, grads, own, params, asked, over)
                 makers.append(make)
         return grads, lambda after: tuple(make(after) for make in makers)
-    late = LATE.get(tx.update) if getattr(over, "parts", None) is None else None
+    several = getattr(over, "parts", None) is not None or apart(over) is not None  # several sums, one after another
+    late = None if several else LATE.get(tx.update)
     if late is not None and late.over is not over:
         _same_pipeline(late, over)
         late = None
