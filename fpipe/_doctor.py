@@ -196,12 +196,14 @@ class Report:
     findings: tuple[Finding, ...]
     can: Capabilities
     cpu: Capabilities | None
+    carried: str = ""  # how messages travel, where it is not by the backend
 
     def __str__(self) -> str:
         lines = [
             f"fpipe {__version__}, torch {torch.__version__}, Python {platform.python_version()}, {platform.system()}",
             f"device    {self.device} ({kind(self.device.split(':')[0]).name}), {os.cpu_count()} cores",
             f"backend   {self.backend}",
+            *([f"messages  {self.carried}"] if self.carried else []),
             *self._visible(),
             "",
             f"asked of {self.backend}, {self.ranks} processes:",
@@ -238,7 +240,9 @@ def visit() -> Report:
     group = init(timeout=60)
     assert isinstance(group, C10dGroup)
     findings = tuple(probe(group))
-    return Report(str(group.device(group.rank)), group.backend, group.size, findings, group.can, group.cpu)
+    return Report(
+        str(group.device(group.rank)), group.backend, group.size, findings, group.can, group.cpu, group.carried
+    )
 
 
 @click.command(name="doctor")

@@ -110,6 +110,14 @@ def draws(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
+def elementwise(node: fx.Node) -> bool:
+    """Whether a node does something to each element alone, drawing nothing."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
+        return False
+    return not target._schema.is_mutable and not draws(node)
+
+
 def _source(
     name: str, body: Sequence[fx.Node], inputs: Sequence[str], outputs: Sequence[str], scope: dict[str, Any],
     adds: Mapping[str, Sequence[str]],

@@ -70,18 +70,14 @@ def execute(bound: Bound, r: Registers, start: int = 0, stop: int | None = None)
                 work, writes = pending
                 if not work.done():
                     yield work
-                _lay(r, writes, work.wait())
-                del work, pending  # they hold what arrived
+                for slot, tensor in zip(writes, work.wait(), strict=True):
+                    r[slot] = tensor
+                tensor = work = pending = None  # they hold what arrived
             index += 1
     except Exception as error:
         if isinstance(error, FpipeError) and (isinstance(error, ActionError) or not isinstance(error, StageError)):
             raise
         raise _explain(error, bound.plan.instructions[index], bound.plan.rank) from error
-
-
-def _lay(r: Registers, writes: tuple[int, ...], tensors: tuple[torch.Tensor, ...]) -> None:
-    for slot, tensor in zip(writes, tensors, strict=True):
-        r[slot] = tensor
 
 
 def drive(runs: Mapping[int, Generator[Work, None, None]], describe: Callable[[int], str]) -> None:

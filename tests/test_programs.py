@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
-from fpipe import trace
+from fpipe import trace, tracing
 from fpipe.stage import Programs
 
 torch.manual_seed(0)
@@ -658,3 +658,37 @@ def test_compile_by_inductor():
 def test_an_unknown_compiler_is_told():
     with pytest.raises(fpipe.StageError, match="compile='inductr'"):
         trace(fpipe.Stage(tanh_layer, compile="inductr"), LAYER, X)
+
+
+# ---- shortening -----------------------------------------------------------------------------------------------------
+SHORTENED = {
+    "gelu": lambda p, x: F.linear(F.gelu(F.linear(x, p["up"], p["b"])), p["down"]),
+    "gated": lambda p, x: F.linear(F.silu(F.linear(x, p["up"], p["b"])) * F.linear(x, p["up"] + 1), p["down"]),
+    "used twice": lambda p, x: (
+        (h := F.gelu(F.linear(x, p["up"], p["b"]))).sum((1, 2)) + F.linear(h, p["down"])[:, 0, 0]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHORTENED)
+def test_views_there_and_back_are_left_out_in_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch):
+    stage = SHORTENED[name]
+    p = {"up": torch.randn(8, 4), "b": torch.randn(8), "down": torch.randn(4, 8)}
+    x = torch.randn(2, 3, 4)
+    own = trace(lambda p, x: stage(p, x), p, x)
+    monkeypatch.setattr(tracing, "shorten", lambda graph: None)
+    plain = trace(lambda p, x: stage(p, x), p, x)
+    count = lambda programs: sum("shape(" in line for q in (programs.f, programs.b) for line in q.code.splitlines())
+    assert count(own) < count(plain)
+    assert not any("sum(" in line and "True" in line for line in own.b.code.splitlines()), "a bias's sum keeps no axis"
+    dy = torch.randn_like(stage(p, x))
+    found = []
+    for programs in (own, plain):
+        y, saved = programs.forward(p, x)
+        dx, kept = programs.backward_input(saved, [dy])
+        found.append(tensors((y, dx, programs.backward_weight(kept), programs.backward(saved, [dy]))))
+    leaves = {k: v.clone().requires_grad_() for k, v in p.items()}
+    wrt = x.clone().requires_grad_()
+    true = torch.autograd.grad(stage(leaves, wrt), (wrt, *leaves.values()), dy, allow_unused=True)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert torch.equal(found[0][1], true[0])

@@ -26,7 +26,7 @@ from .faults import Watch
 from .group import Spec, Work
 from .local import LocalGroup
 from .meeting import Meeting
-from .nearby import meet
+from .nearby import SWITCH, meet
 from .reduce import all_reduce, start_gather, start_reduce
 from .wire import wire
 
@@ -76,6 +76,16 @@ class C10dGroup:
         """The backend that carries this device's tensors."""
         return self.can.backend
 
+    @property
+    def carried(self) -> str:
+        """How messages travel where it is not by the backend, in words."""
+        if self._near is None or self.size == 1:
+            return ""
+        if self._near.all:
+            return f"through shared memory ({SWITCH}=0 turns it off)"
+        others = sum(rank in self._near for rank in range(self.size))
+        return f"through shared memory with {others} of {self.size - 1} ranks, by the backend with the others"
+
     def device(self, rank: int) -> torch.device:
         """This rank's device; the others are taken to be of the same type."""
         return self._device if rank == self.rank else torch.device(self._device.type)
@@ -120,14 +130,7 @@ class C10dGroup:
         """:meth:`send`, made ready for messages of one kind: what does not change is looked up once."""
         if self._near is None or src == dst or dst not in self._near:
             return lambda tensors: self.send(tensors, src, dst, specs)
-        send, watch = self._near.sender(wire(specs), dst), self._watch
-
-        def carry(tensors: tuple[Tensor, ...]) -> None:
-            if watch.broken is not None:
-                watch.check()
-            send(tensors)
-
-        return carry
+        return self._near.sender(wire(specs), dst)
 
     def receiver(self, src: int, dst: int, specs: tuple[Spec, ...]) -> Callable[[], Work]:
         """:meth:`recv`, made ready likewise."""

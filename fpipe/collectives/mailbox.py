@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from . import _futex
@@ -105,22 +106,28 @@ class Outlet(_End):
 
     def carrier(self, spec: Spec, nbytes: int) -> Callable[[Tensor], bool]:
         """:meth:`put`, made ready for messages of one tensor that is laid out as its Spec says; False where one is not,
-        or where nothing may overtake what waits: then it was not sent."""
+        or where nothing may overtake what waits: then it was not sent. One function, since it runs in every step."""
         (piece,) = pieces((nbytes,))
-        shape, stride, dtype, size = *spec, piece.size
-        move, notes, area = ctypes.memmove, self.notes, self.area
+        (shape, stride, dtype), size = spec, piece.size
+        move, notes, area, live, fence = ctypes.memmove, self.notes, self.area, self._live, _futex.fence
+        sent, asleep, late = self.sent, self.asleep, self.late
 
         def carry(tensor: Tensor) -> bool:
             if tensor.stride() != stride or tensor.shape != shape or tensor.dtype is not dtype or tensor.is_neg():
                 return False
-            start = -1 if self.late else self._room(size)
+            start = -1 if late else self._room(size)
             if start < 0:
                 return False
             move(area + start, tensor.data_ptr(), nbytes)
-            note = 2 * (self.count % NOTES)
+            count = self.count
+            note = 2 * (count % NOTES)
             notes[note], notes[note + 1] = start, size
-            self._live.append((start, start + size))
-            self._announce()
+            live.append((start, start + size))
+            self.count = count + 1
+            sent.value = (count + 1) & _MASK
+            fence()
+            if asleep.value:
+                _futex.wake(self.bell)
             return True
 
         return carry
@@ -189,6 +196,27 @@ class Inlet(_End):
     def there(self, number: int) -> bool:
         """Whether a piece, by its number, has come."""
         return (self.sent.value - number - 1) & _MASK < 1 << 31
+
+    def fetcher(self, spec: Spec, nbytes: int) -> Callable[[], Tensor | None]:
+        """:meth:`take`, made ready for messages of one plain tensor; None where the next is not there, or another."""
+        (piece,) = pieces((nbytes,))
+        (shape, _, dtype), size = spec, piece.size
+        move, notes, area, sent, taken, empty = (
+            ctypes.memmove, self.notes, self.area, self.sent, self.taken, torch.empty,
+        )  # fmt: skip
+
+        def fetch() -> Tensor | None:
+            count = self.count
+            note = 2 * (count % NOTES)
+            if sent.value == count & _MASK or notes[note + 1] != size:
+                return None
+            found = empty(shape, dtype=dtype)
+            move(found.data_ptr(), area + notes[note], nbytes)
+            self.count = count + 1
+            taken.value = (count + 1) & _MASK
+            return found
+
+        return fetch
 
     def take(self, buffers: Sequence[Tensor], piece: Piece) -> bool:
         """Copy the next piece, which is there, out into buffers; False where it is not of this size."""
