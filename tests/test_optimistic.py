@@ -126,9 +126,7 @@ class Watched(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, Tensor, None]:
         x, p = ctx.saved_tensors
         dp = dys[0] * x
-        return dys[0] * p, (end(dp) if ctx.stage == ctx.last else dp).sum(), None
-
-    last = STAGES - 1
+        return dys[0] * p, (end(dp) if ctx.stage == STAGES - 1 else dp).sum(), None
 
 
 def overlapping(group: Any, guess: bool, folder: Path, patience: float) -> list[bool]:
