@@ -22,7 +22,7 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) cannot make a virtual environment (on Debian: python3-venv)"; exit 1; }
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
-	@echo "installing fpipe into $(VENV) ..."
+	@echo "installing fpipe into $(VENV); torch is large, so this takes a minute or more ..."
 	@$(PIP) -e .
 	@touch $@
 

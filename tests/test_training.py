@@ -111,7 +111,8 @@ def test_a_mistake_gets_help(arguments: list[str], told: str, capsys: pytest.Cap
     assert told in said and "Traceback" not in said
 
 
-def test_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fpipe.training.command._cores", lambda: 1)
     plan = tmp_path / "plan.csv"
     fpipe.make_schedule("ZBV", 2, 4).to_csv(plan)
     out = tmp_path / "run"
@@ -120,5 +121,6 @@ def test_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     said = " ".join(capsys.readouterr().out.split())
     assert "2 processes, 4 stages" in said and "step 4" in said
     assert "Largest difference of its gradients from a single process: 0 " in said
+    assert "2 processes share 1 of this machine's cores" in said
     assert "Three things to try next" in said and all(f" {word} " in said for word in ("view", "train", "compare"))
     assert (out / "timeline.html").stat().st_size > 10_000

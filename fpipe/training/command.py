@@ -108,20 +108,29 @@ def _tell(settings: Settings, outcome: Outcome, out: Path, console: Console) -> 
     from .conduct import sample, verdict, write
 
     console.print()
-    console.print(f"[dim]It writes:[/dim] {_shown(sample(settings, outcome.after, 'Shall I', 120))}")
+    console.print(f"[dim]It writes:[/dim] {_shown(sample(settings, outcome.after, 'Shall I', 120))}", soft_wrap=True)
     found = verdict(settings, outcome)
     good = found.largest == 0 and found.loss == 0
     console.print(
         f"Largest difference of its gradients from a single process: [bold {'green' if good else 'red'}]"
-        f"{found.largest:g}[/]  ({found.tensors} tensors, {found.numbers:,} numbers; loss {found.loss:g})"
+        f"{found.largest:g}[/]  ({found.tensors} tensors, {found.numbers:,} numbers; loss {found.loss:g})",
+        soft_wrap=True,
     )
     page = write(outcome.measured, out)
-    console.print(f"Simulated and measured timeline, one over the other: [bold]{page}[/bold]")
+    console.print(f"Simulated and measured timeline, one over the other: [bold]{page}[/bold]", soft_wrap=True)
+    if _cores() < settings.schedule.ranks:
+        shared = f"{settings.schedule.ranks} processes share {_cores()} of this machine's cores"
+        console.print(f"[dim]({shared}: measured actions take turns, and are longer for it)[/dim]", soft_wrap=True)
     console.print("\nThree things to try next:")
     for line, why in _next(settings, out):
         console.print(f"  [bold cyan]{line}[/]", soft_wrap=True)
         console.print(f"      {why}", soft_wrap=True)
     return 0 if good else 1
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _next(settings: Settings, out: Path) -> list[tuple[str, str]]:
