@@ -32,6 +32,9 @@ RATES: dict[str, Rates] = {
     "cpu": Rates(),
     "cuda": Rates(flops=200_000.0, memory=1_500.0, link=100.0, latency=15_000, launch=3_000),
 }
+#: What was measured of a communicator, by its name: nanoseconds before anything comes, and bytes a nanosecond then.
+#: Every member has the same, or none.
+LINKS: dict[str, tuple[int, float]] = {}
 #: Operations that only look at memory otherwise, or at nothing.
 _FREE = {"view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice", "select", "getitem", "split",
          "detach", "alias", "as_strided", "_unsafe_view", "split_with_sizes", "unbind", "wait_tensor"}  # fmt: skip
@@ -61,8 +64,9 @@ def started(node: fx.Node) -> Collective | None:
     rates = _rates(tensors)
     members = next((_name(a) for a in reversed(node.args) if isinstance(a, str) or hasattr(a, "group_name")), "?")
     # splits may differ from member to member; the kind, the count of axes and the dtype may not
+    latency, speed = LINKS.get(members, (rates.latency, rates.link))
     told = ", ".join(f"{str(t.dtype).removeprefix('torch.')}[{t.dim()} axes]" for t in tensors)
-    return Collective(node.name, name_of(node), members, told, nbytes, rates.latency + int(nbytes / rates.link))
+    return Collective(node.name, name_of(node), members, told, nbytes, latency + int(nbytes / speed))
 
 
 def waited(node: fx.Node) -> bool:

@@ -11,16 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from statistics import median
 from typing import Any, NamedTuple, TypeAlias
 
-from .collectives._store import tell_members
+from .collectives._store import tell_members, time_members
 from .errors import MismatchError
+from .estimates import LINKS
 from .lower import lower
 from .plan import Job, Plan
 from .segments import collectives_of
 
 #: (letter of the program, which of its collectives, kind, dtype and axes)
 Sign: TypeAlias = tuple[str, int, str, str]
+_LEAST, _MOST = 1024, 4 << 20  #: bytes of the exchanges by which a communicator is measured
 Tell: TypeAlias = Callable[[str, Any], list[Any] | None]
 
 
@@ -44,6 +47,8 @@ def lower_together(jobs: Mapping[int, Job], tell: Tell = tell_members) -> dict[i
 
     ``tell(name, obj)`` gives what every member of a communicator said, or None where nobody else is asked.
     """
+    if tell is tell_members:
+        _measure_links(jobs)
     plans = {rank: lower(job, rank) for rank, job in jobs.items()}
     starts = starts_of(plans, jobs)
     if not starts:
@@ -70,6 +75,26 @@ def lower_together(jobs: Mapping[int, Job], tell: Tell = tell_members) -> dict[i
                 'say fpipe.pipeline(..., overlap="sequential")'
             )
     return plans
+
+
+def _measure_links(jobs: Mapping[int, Job]) -> None:
+    """Have the members of each communicator measure it, once, where something is woven around it."""
+    sizes: dict[str, int] = {}
+    for job in jobs.values():
+        for kind in job.kinds if job.overlap.how == "weave" else ():
+            for own in kind.programs.values():
+                for program in () if own.compiled else (own.f, own.b):
+                    for c in collectives_of(program):
+                        sizes[c.members] = max(sizes.get(c.members, 0), c.nbytes)
+    for name, size in sorted(sizes.items()):
+        told = tell_members(name, (name in LINKS, size))
+        if told is None or all(known for known, _ in told):
+            continue
+        large = min(max(size for _, size in told), _MOST)
+        found = tell_members(name, (time_members(name, _LEAST), time_members(name, large)))
+        assert found is not None
+        small, long = (median(each[k] for each in found) for k in (0, 1))
+        LINKS[name] = int(small * 1e9), (large - _LEAST) / max(1.0, (long - small) * 1e9)
 
 
 def starts_of(plans: Mapping[int, Plan], jobs: Mapping[int, Job]) -> dict[str, list[Starts]]:

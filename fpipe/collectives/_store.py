@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import (
     _get_default_store,
@@ -51,3 +53,19 @@ def tell_members(name: str, obj: Any) -> list[Any] | None:
     said: list[Any] = [None] * pg.size()
     dist.all_gather_object(said, obj, group=pg)
     return said
+
+
+def time_members(name: str, nbytes: int) -> float:
+    """Seconds that an exchange of so many bytes takes between all members of a process group, who all call this."""
+    pg = _resolve_process_group(name)  # pyright: ignore[reportArgumentType]
+    kind = "cpu" if dist.get_backend(pg) == "gloo" else torch.accelerator.current_accelerator() or "cpu"
+    given = torch.zeros(max(1, nbytes // 4 // pg.size()) * pg.size(), device=kind)
+    taken, found = torch.empty_like(given), float("inf")
+    for _ in range(3):  # the first makes connections
+        dist.barrier(group=pg)
+        start = time.perf_counter()
+        dist.all_to_all_single(taken, given, group=pg)
+        if given.device.type != "cpu":
+            torch.accelerator.synchronize()
+        found = min(found, time.perf_counter() - start)
+    return found
