@@ -1,7 +1,7 @@
 """Issue-sized promises about real models: tiny decoders in 4 and 8 stages under every schedule, here and over gloo.
 
 Here all of them; over four processes every schedule, dealt to the families. benchmarks/trial_models.py runs the whole
-table over four processes, through memory and through sockets.
+table over four processes too, through memory and through sockets.
 """
 
 from __future__ import annotations
@@ -38,10 +38,17 @@ def test_every_schedule_equals_unsplit(family: str, stages: int):
     assert [fault for case in schedules(stages) for fault in wrong(family, case, fpipe.local(case.ranks))] == []
 
 
+#: What is cut in how many over processes in the suite: families that take long to trace in four.
+CUT = {4: ("qwen3-moe", "mixtral", "gemma"), 8: ("llama", "qwen3", "gpt2")}
+
+
 def dealt(family: str) -> list[Case]:
-    """A family's share of the schedules, of four stages and of eight."""
-    cases = [case for stages in (4, 8) for case in schedules(stages) if case.ranks == 4]
-    return cases[ACCEPTANCE.index(family) :: len(ACCEPTANCE)]
+    """A family's share of the schedules with the stages in which it is cut; those together that trace the same."""
+    stages, families = next(each for each in CUT.items() if family in each[1])
+    cases = [case for case in schedules(stages) if case.ranks == 4]
+    cases.sort(key=lambda case: str(case.make().placement))
+    share = -(-len(cases) // len(families))
+    return cases[families.index(family) * share :][:share]
 
 
 def _over_gloo(families: tuple[str, ...]) -> list[str]:
@@ -53,5 +60,4 @@ def _over_gloo(families: tuple[str, ...]) -> list[str]:
 @pytest.mark.timeout(240)
 def test_over_four_processes():
     assert {case.name for family in ACCEPTANCE for case in dealt(family)} == {entry.name for entry in TABLE}
-    assert all({case.stages for case in dealt(family)} == {4, 8} for family in ACCEPTANCE)
     assert fpipe.launch(_over_gloo, ACCEPTANCE, ranks=4, timeout=200) == [[]] * 4
