@@ -245,3 +245,11 @@ def on_files(files: Any, config: Any) -> Any:
     for path, content in made.items():
         files.append(File.generated(config, path, content=content))
     return files
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Stop the build where a page would load something from elsewhere: it is read without a network."""
+    found = re.search(r"<(?:script|img|link|iframe)\b[^>]*(?:src|href)=[\"']?(?:https?:)?//[^>]*>", output)
+    if found:
+        raise ValueError(f"{page.file.src_path} loads {found[0]}; keep a copy of it in docs/")
+    return output

@@ -17,7 +17,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -147,6 +147,14 @@ def test_reference_has_every_public_name(hooks: ModuleType):
     hidden = ModuleType("hidden")
     with pytest.raises(ValueError, match="has no docstring"):
         hooks.text_of(hidden, "hidden")
+
+
+def test_a_page_that_loads_from_elsewhere_stops_the_build(hooks: ModuleType):
+    page = SimpleNamespace(file=SimpleNamespace(src_path="index.md"))
+    good = '<a href="https://arxiv.org">there</a><script src="a.js"></script>'
+    assert hooks.on_post_page(good, page=page, config=None) == good
+    with pytest.raises(ValueError, match=r"index\.md loads <script defer"):
+        hooks.on_post_page('<script defer src="https://elsewhere/a.js">', page=page, config=None)
 
 
 def test_every_schedule_has_a_picture_a_formula_and_a_paper(hooks: ModuleType):
