@@ -6,10 +6,11 @@ purpose: a weave needs to know what is long and what is short. Knows graphs and 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -32,9 +33,19 @@ RATES: dict[str, Rates] = {
     "cpu": Rates(),
     "cuda": Rates(flops=200_000.0, memory=1_500.0, link=100.0, latency=15_000, launch=3_000),
 }
-#: What was measured of a communicator, by its name: nanoseconds before anything comes, and bytes a nanosecond then.
-#: Every member has the same, or none.
-LINKS: dict[str, tuple[int, float]] = {}
+
+
+class Link(NamedTuple):
+    """What was measured of a communicator: nanoseconds before anything comes, bytes a nanosecond from then on, and how
+    long its members compute where the table says 1."""
+
+    latency: int
+    speed: float
+    pace: float
+
+
+#: By name. Every member has the same, or none: all of them must plan alike.
+LINKS: dict[str, Link] = {}
 #: Operations that only look at memory otherwise, or at nothing.
 _FREE = {"view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice", "select", "getitem", "split",
          "detach", "alias", "as_strided", "_unsafe_view", "split_with_sizes", "unbind", "wait_tensor"}  # fmt: skip
@@ -64,9 +75,23 @@ def started(node: fx.Node) -> Collective | None:
     rates = _rates(tensors)
     members = next((_name(a) for a in reversed(node.args) if isinstance(a, str) or hasattr(a, "group_name")), "?")
     # splits may differ from member to member; the kind, the count of axes and the dtype may not
-    latency, speed = LINKS.get(members, (rates.latency, rates.link))
+    latency, speed, _ = LINKS.get(members) or Link(rates.latency, rates.link, 1.0)
     told = ", ".join(f"{str(t.dtype).removeprefix('torch.')}[{t.dim()} axes]" for t in tensors)
     return Collective(node.name, name_of(node), members, told, nbytes, latency + int(nbytes / speed))
+
+
+def pace() -> float:
+    """How long this device computes where the table says 1, by one product of matrices."""
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    side, dtype = (256, torch.float32) if device.type == "cpu" else (4096, torch.bfloat16)
+    x, best = torch.ones(side, side, dtype=dtype, device=device), float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        torch.mm(x, x)
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return best * 1e9 / (2 * side**3 / _rates([x]).flops)
 
 
 def waited(node: fx.Node) -> bool:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .actions import Action, AnyAction
 from .errors import WeaveError
+from .estimates import LINKS
 from .plan import Step
 from .program import Program
 from .route import Key
@@ -171,6 +172,8 @@ class Fusing:
     def _tasks(self, pieces: Sequence[Piece]) -> tuple[list[Task], dict[Any, tuple[Any, int]]]:
         tasks: list[Task] = []
         sizes: dict[Any, tuple[Any, int]] = {}
+        links = {c.members: LINKS[c.members] for p in pieces for c in p.segment.starts if c.members in LINKS}
+        pace = max((link.pace for link in links.values()), default=1.0)
         for piece in pieces:
             own, program, line = piece.own, piece.segment.program, piece.line
 
@@ -185,7 +188,7 @@ class Fusing:
                     sizes[key(name)] = (key(held.root) if held.given else (line, piece.stage, held.root), held.nbytes)
             name = "loss" if piece.stage != piece.action.stage else piece.segment.name
             tasks.append(Task(
-                line, name, piece.segment.nanoseconds,
+                line, name, int(pace * piece.segment.nanoseconds),
                 tuple(map(key, program.inputs)), tuple(map(key, program.outputs)),
                 tuple(Transfer(key(c.value), c.op, c.members, c.nanoseconds) for c in piece.segment.starts),
                 tuple(map(key, piece.segment.waits)), piece.segment.loose,

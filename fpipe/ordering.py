@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from .collectives._store import tell_members, time_members
 from .errors import MismatchError
-from .estimates import LINKS
+from .estimates import LINKS, Link, pace
 from .lower import lower
 from .plan import Job, Plan
 from .segments import collectives_of
@@ -91,10 +91,10 @@ def _measure_links(jobs: Mapping[int, Job]) -> None:
         if told is None or all(known for known, _ in told):
             continue
         large = min(max(size for _, size in told), _MOST)
-        found = tell_members(name, (time_members(name, _LEAST), time_members(name, large)))
+        found = tell_members(name, (time_members(name, _LEAST), time_members(name, large), pace()))
         assert found is not None
-        small, long = (median(each[k] for each in found) for k in (0, 1))
-        LINKS[name] = int(small * 1e9), (large - _LEAST) / max(1.0, (long - small) * 1e9)
+        small, long, paced = (median(each[k] for each in found) for k in (0, 1, 2))
+        LINKS[name] = Link(int(small * 1e9), (large - _LEAST) / max(1.0, (long - small) * 1e9), paced)
 
 
 def starts_of(plans: Mapping[int, Plan], jobs: Mapping[int, Job]) -> dict[str, list[Starts]]:
