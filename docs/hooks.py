@@ -171,7 +171,7 @@ def signature(value: Any) -> str:
     except (TypeError, ValueError):
         return "(...)"
     told = re.sub(r"<(?:function|class|object)[^>]*>", "...", told)
-    return re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Z])", "", told).replace("'", "")
+    return re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Z])", "", told).replace("''", '""').replace("'", "")
 
 
 def members(value: type) -> Iterator[tuple[str, str]]:
