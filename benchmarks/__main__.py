@@ -26,6 +26,7 @@ FOUR = ("--ranks", "4", "--sizes", "medium")
 BENCHES: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
     "torch": ("bench_torch", ("--rounds", "25"), ("--rounds", "2", "--sizes", "small")),
     "torch4": ("bench_torch", ("--rounds", "15", *FOUR), ("--rounds", "1", *FOUR, "--schedules", "ZBVZeroBubble")),
+    "sockets": ("bench_torch", ("--rounds", "15", "--sockets"), ("--rounds", "1", "--sizes", "small", "--sockets")),
     "limit": ("bench_limit", ("--rounds", "25"), ("--rounds", "2", "--sizes", "small")),
     "split": ("bench_split", ("--rounds", "60"), ("--rounds", "2")),
     "runner": ("bench_runner", (), ("--rounds", "2")),

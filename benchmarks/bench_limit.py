@@ -1,4 +1,4 @@
-"""How close a step comes to its limit, and to what is foretold of it: one process a rank, over gloo.
+"""How close a step comes to its limit, and to what is foretold of it: one process a rank.
 
 The limit is the simulator's makespan with the times of the programs alone, every rank running its own at once, and the
 time of a message between two ranks that do nothing else. What is foretold is the makespan by a profile

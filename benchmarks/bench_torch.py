@@ -25,6 +25,7 @@ from torch.nn.functional import gelu, layer_norm, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
+from fpipe.collectives.nearby import SWITCH
 
 SCHEDULES = {
     "GPipe": ("ScheduleGPipe", 1),
@@ -224,8 +225,11 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="*", default=list(SIZES))
     parser.add_argument("--schedules", nargs="*", default=list(SCHEDULES))
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--sockets", action="store_true", help="fpipe's messages through gloo too, none through memory")
     parser.add_argument("--json")
     args = parser.parse_args()
+    if args.sockets:
+        os.environ[SWITCH] = "0"  # processes are started with it
     rows = []
     print(f"{'':16}  {'schedule':22} {'fpipe ms':>9} {'torch ms':>9} {'ratio':>7} {'fpipe peak':>12}"
           f" {'torch peak':>12} {'plan peak':>12}")  # fmt: skip

@@ -80,6 +80,14 @@ def _beside_torch(rows: Rows) -> Iterator[str]:
     yield from _table(heads, lines)
 
 
+def _through_sockets(rows: Rows) -> Iterator[str]:
+    lines = [
+        [f"{r['schedule']}, {r['size']}", f"{r['fpipe ms']:.2f}", f"{r['torch ms']:.2f}", f"{r['ratio']:.2f}"]
+        for r in rows
+    ]
+    yield from _table(("", "fpipe ms", "torch ms", "ratio"), lines)
+
+
 def _limit(rows: Rows) -> Iterator[str]:
     lines = []
     for r in rows:
@@ -163,7 +171,8 @@ def _gpu(rows: Rows) -> Iterator[str]:
 
 
 _PEER = (
-    "The same model, microbatches and processes over gloo, 8 microbatches; blocks of LayerNorm, Linear(D, 4D), GELU, "
+    "The same model, microbatches and processes, 8 microbatches; torch's messages go through gloo, fpipe's through "
+    "memory that the processes share (below, through gloo too); blocks of LayerNorm, Linear(D, 4D), GELU, "
     "Linear and a residual. Small: D = 16, 4 tokens, 1 block a stage; medium: D = 256, 64 tokens, 2 blocks. Bytes are "
     "the most that a rank holds in a step, by one counter for both; the plan foretells fpipe's."
 )
@@ -187,6 +196,11 @@ _SCALE = "256 ranks, 2,048 microbatches: one rank's plan, of the rank that takes
 SECTIONS: dict[str, tuple[str, str, Callable[[Any], Iterator[str]]]] = {
     "torch": ("Beside torch.distributed.pipelining, 2 processes", _PEER, _beside_torch),
     "torch4": ("Beside torch.distributed.pipelining, 4 processes", "As above.", _beside_torch),
+    "sockets": (
+        "Beside torch.distributed.pipelining, through sockets",
+        "As above, with `FPIPE_SHARED_MEMORY=0`: fpipe's messages go through gloo too, as between two hosts.",
+        _through_sockets,
+    ),
     "limit": ("Against the limit, and against the forecast", _LIMIT, _limit),
     "split": ("What splitting the backward costs", _SPLIT, _split),
     "runner": ("What the runner costs", _RUNNER, _runner),
