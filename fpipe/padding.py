@@ -23,6 +23,7 @@ Fill: TypeAlias = float | int | bool | Literal["restart"] | None
 #: By the last part of a leaf's name. Positions restart, so that a packed row gets one more sequence and no position
 #: lies beyond a model's table.
 FILLS: Mapping[str, Fill] = {"*label*": -100, "*target*": -100, "*position*": "restart"}
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,15 @@ class Unpad:
 
 def pad(
     microbatches: Iterable[Any], multiple: int = 1, uniform: bool = False, values: Mapping[str, Fill] | None = None,
-    *, axis: int = 1,
+    *, axis: int = 1, length: str | None = None,
 ) -> tuple[Microbatches, Unpad]:  # fmt: skip
     """Pad sequences on the right: to a multiple, and with ``uniform=True`` to one length over all microbatches.
 
-    A microbatch's length is that of its first tensor that has ``axis``; tensors of that length there are padded, all
-    other leaves stay. ``values`` says what a pad holds, by leaf name or shell pattern, matched on the whole dotted
-    name and on its last part: a number, ``"restart"`` for positions that begin again at 0, or ``None`` to leave the
-    leaf alone. Names that are not given hold -100 in labels and targets, restart in positions, and are 0 elsewhere.
+    A microbatch's length is that of its tensors on ``axis``, or where these differ that of its whole numbers there
+    (ids, labels, positions); ``length`` names a leaf that has it. Tensors of that length are padded, all other leaves
+    stay. ``values`` says what a pad holds, by leaf name or shell pattern, matched on the whole dotted name and on its
+    last part: a number, ``"restart"`` for positions that begin again at 0, or ``None`` to leave the leaf alone. Names
+    that are not given hold -100 in labels and targets, restart in positions, and are 0 elsewhere.
 
     >>> short = {"input_ids": torch.ones(1, 3), "labels": torch.ones(1, 3), "name": "a"}
     >>> mbs, unpad = pad([short, {**short, "input_ids": torch.ones(1, 3)}], multiple=4)
@@ -82,13 +84,10 @@ def pad(
     fills: dict[str, Fill] = {**(values or {})}
     fills |= {name: fill for name, fill in FILLS.items() if name not in fills}
     _check_fills(fills)
-    lengths = [_length(part, axis, index) for index, part in enumerate(parts)]
-    rounded = [-(-length // multiple) * multiple for length in lengths]
+    lengths = [_length(part, axis, index, length) for index, part in enumerate(parts)]
+    rounded = [-(-own // multiple) * multiple for own in lengths]
     padded = [max(rounded)] * len(parts) if uniform else rounded
-    made = [
-        _pad_part(part, length, to - length, fills, axis)
-        for part, length, to in zip(parts, lengths, padded, strict=True)
-    ]
+    made = [_pad_part(part, own, to - own, fills, axis) for part, own, to in zip(parts, lengths, padded, strict=True)]
     return Microbatches(made), Unpad(tuple(lengths), tuple(padded), axis)
 
 
@@ -98,14 +97,35 @@ def _check_fills(fills: Mapping[str, Fill]) -> None:
             raise BatchError(f"values[{name!r}] is {fill!r}; give a number, 'restart' or None")
 
 
-def _length(part: Any, axis: int, index: int) -> int:
-    for leaf in tree.leaves(part):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > axis:
-            return leaf.shape[axis]
+def _length(part: Any, axis: int, index: int, like: str | None) -> int:
+    """How long a microbatch is: told by the leaf called ``like``, or by all that may be sequences."""
+    named = zip(tree.names(part), tree.leaves(part), strict=True)
+    found = {name: leaf for name, leaf in named if isinstance(leaf, torch.Tensor) and leaf.dim() > axis}
+    if like is not None:
+        found = {name: leaf for name, leaf in found.items() if _called(name, like)}
+    if not found:
+        called = "" if like is None else f" called {like!r}"
+        raise BatchError(
+            f"microbatch {index} has no tensor{called} with an axis {axis}, so it has no sequence to pad; say axis="
+            f"{'' if like is None else ' or length='}, or leave it out"
+        )
+    flat = {
+        name: leaf for name, leaf in found.items() if leaf.dim() <= axis + 2
+    } or found  # no images, no masks by head
+    whole = [leaf for leaf in flat.values() if leaf.dim() == axis + 1 and leaf.dtype in _WHOLE]
+    for leaves in (list(flat.values()), whole):
+        if len({leaf.shape[axis] for leaf in leaves}) == 1:
+            return leaves[0].shape[axis]
+    told = ", ".join(f"{name!r} of {leaf.shape[axis]}" for name, leaf in flat.items())
     raise BatchError(
-        f"microbatch {index} has no tensor with an axis {axis}, so it has no sequence to pad; say axis=, "
-        "or leave it out"
+        f"microbatch {index} has tensors of several lengths on axis {axis}: {told}; name one that has the sequence's, "
+        "as in length='input_ids'"
     )
+
+
+def _called(name: str, pattern: str) -> bool:
+    last = name.rpartition(".")[2]
+    return pattern in (name, last) or fnmatchcase(name, pattern) or fnmatchcase(last, pattern)
 
 
 def _pad_part(part: Any, length: int, more: int, fills: Mapping[str, Fill], axis: int) -> Any:
@@ -120,7 +140,7 @@ def _fill(name: str, fills: Mapping[str, Fill]) -> Fill:
         if key in fills:
             return fills[key]
     for pattern, fill in fills.items():
-        if fnmatchcase(name, pattern) or fnmatchcase(last, pattern):
+        if _called(name, pattern):
             return fill
     return 0
 
@@ -128,7 +148,8 @@ def _fill(name: str, fills: Mapping[str, Fill]) -> Fill:
 def _pad_leaf(leaf: Any, length: int, more: int, fill: Fill, axis: int, name: str) -> Any:
     if not isinstance(leaf, torch.Tensor) or fill is None or not more:
         return leaf
-    if leaf.dim() > axis + 1 and leaf.shape[-2:] == (length, length) and leaf.shape[axis] != length:
+    square = leaf.dim() > axis + 1 and leaf.shape[-2:] == (length, length)
+    if square and (leaf.shape[axis] != length or leaf.dtype == torch.bool or "mask" in name):
         raise BatchError(
             f"{name!r} of shape {list(leaf.shape)} looks like a mask from tokens to tokens, whose pad depends on the "
             "model; pass a mask of rows and tokens, or say values={...: None} to leave it alone"

@@ -83,6 +83,18 @@ def test_arguments_are_left_alone_and_whole_lengths_are_not_copied():
     assert isinstance(made, fpipe.Microbatches)
 
 
+def test_lengths_are_told_by_what_must_be_a_sequence():
+    ids, row = torch.ones(2, 9, dtype=torch.long), torch.ones(2, 1)
+    for other in (row, torch.ones(2, 3, 4, 4), torch.ones(2, 16)):  # a number a row, an image, features
+        (made,), _ = fpipe.pad([{"another": other, "input_ids": ids, "log_probs": torch.ones(2, 9)}], 4)
+        assert made["another"] is other
+        assert made["input_ids"].shape == made["log_probs"].shape == (2, 12)
+    packed = {"begins": torch.tensor([0, 3]), "tokens": torch.ones(5)}
+    (made,), unpad = fpipe.pad([packed], 4, axis=0, length="tok*")
+    assert made["begins"] is packed["begins"]
+    assert unpad(made["tokens"], 0).shape == (5,)
+
+
 # ---- a pad adds nothing ---------------------------------------------------------------------------------------------
 def embed(p: Any, x: Tensor) -> Tensor:
     return p["table"][x]
@@ -139,6 +151,15 @@ def test_a_pad_adds_nothing_to_loss_and_gradients():
             lambda: fpipe.pad([{"input_ids": torch.ones(2, 3), "mask": torch.ones(2, 1, 3, 3)}], 4),
             r"'mask' of shape \[2, 1, 3, 3\] looks like a mask from tokens to tokens",
         ),
+        (
+            lambda: fpipe.pad([{"input_ids": torch.ones(2, 3), "seen": torch.ones(2, 3, 3, dtype=torch.bool)}], 4),
+            r"'seen' of shape \[2, 3, 3\] looks like a mask from tokens to tokens",
+        ),
+        (
+            lambda: fpipe.pad([{"a": torch.ones(2, 1), "b": torch.ones(2, 3)}], 4),
+            r"several lengths on axis 1: 'a' of 1, 'b' of 3; name one that has .*, as in length='input_ids'",
+        ),
+        (lambda: fpipe.pad([microbatch(3)], length="ids"), "no tensor called 'ids' with an axis 1.* axis= or length="),
         (lambda: fpipe.pad([microbatch(3)], 4)[1]([1, 2]), "one for each of the 1 microbatches"),
         (lambda: fpipe.pad([microbatch(3)], 4)[1](torch.ones(1, 4)), r"pass unpad\(output, index\) for a single one"),
     ],
