@@ -229,3 +229,17 @@ def _off() -> tuple[bool, str]:
     if os.environ["RANK"] == "0":
         os.environ[nearby.SWITCH] = "0"
     return _hosts()
+
+
+def test_where_there_is_no_such_memory_the_backend_carries():
+    assert [at_once for at_once, _ in fpipe.launch(_without, ranks=2, timeout=60)] == [False, False]
+
+
+def _without() -> tuple[bool, str]:
+    if os.environ["RANK"] == "0":
+
+        def refused(*_):
+            raise OSError("not permitted")
+
+        os.memfd_create = refused
+    return _hosts()

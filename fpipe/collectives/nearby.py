@@ -311,9 +311,14 @@ class _Receipt:
 
 def meet(rank: int, size: int, watch: Watch, gather: Callable[[object], list[Any]]) -> Nearby | None:
     """The ranks of this host, found by two rounds of ``gather``; None where there are no others, or they cannot."""
-    able = _futex.AVAILABLE and os.environ.get(SWITCH, "1") != "0"
-    nearby = Nearby(rank, size, watch) if able and size > 1 else None
-    offers = gather(None if nearby is None else nearby.offer())
+    nearby = offer = None
+    if size > 1 and _futex.AVAILABLE and os.environ.get(SWITCH, "1") != "0":
+        try:
+            nearby = Nearby(rank, size, watch)
+            offer = nearby.offer()
+        except OSError:  # no such memory, or no word of this host, where this runs
+            nearby = None
+    offers = gather(offer)
     opened = gather(() if nearby is None else nearby.open(offers))
     if nearby is None:
         return None
