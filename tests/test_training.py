@@ -47,9 +47,9 @@ def test_gradients_are_those_of_one_process(name: str, tmp_path: Path):
     outcome.grads[0]["embed"]["token"][0, 0] += 1
     assert verdict(given, outcome).largest == 1
     assert [r.number for r in wire.sent if isinstance(r, Step)] == [0, 1, 2]
-    page = write(measured[-1], tmp_path / "made")
+    page = write(measured[-1], tmp_path / "made", name)
     assert sorted(p.name for p in page.parent.iterdir()) == ["measured.json", "simulated.json", "timeline.html"]
-    assert "measured" in page.read_text() and "simulated" in page.read_text()
+    assert f"{name} measured" in page.read_text() and f"{name} simulated" in page.read_text()
 
 
 def test_the_model_is_the_same_however_it_is_cut():

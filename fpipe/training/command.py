@@ -116,7 +116,7 @@ def _tell(settings: Settings, outcome: Outcome, out: Path, console: Console) -> 
         f"{found.largest:g}[/]  ({found.tensors} tensors, {found.numbers:,} numbers; loss {found.loss:g})",
         soft_wrap=True,
     )
-    page = write(outcome.measured, out)
+    page = write(outcome.measured, out, settings.schedule.name)
     console.print(f"Simulated and measured timeline, one over the other: [bold]{page}[/bold]", soft_wrap=True)
     if _cores() < settings.schedule.ranks:
         shared = f"{settings.schedule.ranks} processes share {_cores()} of this machine's cores"

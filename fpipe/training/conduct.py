@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -116,12 +117,14 @@ def verdict(settings: Settings, outcome: Outcome) -> Verdict:
     return Verdict(apart, len(ours), numbers, max(abs(mine - float(loss)) for mine in outcome.losses))
 
 
-def write(report: Measured, out: Path) -> Path:
+def write(report: Measured, out: Path, title: str) -> Path:
     """The simulated and the measured timeline as one page, and each as a file for ``fpipe view``; the page's path."""
     out.mkdir(parents=True, exist_ok=True)
-    both = [timeline for timeline in (report.simulated, report.timeline) if timeline is not None]
-    for timeline in both:
-        timeline.save(out / f"{timeline.name}.json")
+    both = []
+    for kind, timeline in (("simulated", report.simulated), ("measured", report.timeline)):
+        if timeline is not None:
+            both.append(replace(timeline, name=f"{title} {kind}".strip()))
+            both[-1].save(out / f"{kind}.json")
     page = out / "timeline.html"
     pictures.save(both, page)
     return page
