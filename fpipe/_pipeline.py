@@ -358,23 +358,24 @@ def value_and_grad(pipe: Pipeline, argnums: int | tuple[int, ...] = 0, *, has_au
     if not wanted or any(n not in (0, 1) for n in wanted):
         raise StageError(f"argnums={argnums!r}; 0 is the parameters and 1 the input, nothing else is differentiated")
 
-    def call(params: Any, x: Any, *targets: Any, seed: int | None = None, loss_scale: Any = None, **side: Any) -> Any:
+    def call(params: Any, x: Any, *targets: Any, seed: int | None = None, loss_scale: Any = None, _value: bool = True,
+             **side: Any) -> Any:  # fmt: skip
         how = {"wanted": wanted, "has_aux": has_aux, "loss_scale": loss_scale}
         if functional((params, x, targets, side)):
             value, grads = nested.value_and_grad(pipe, params, x, targets, side, **how)
         else:
-            value, grads = Call(pipe, params, x, targets, side, mode="grad", seed=seed, **how).value_and_grad()
+            value, grads = Call(pipe, params, x, targets, side, mode="grad", seed=seed, **how).value_and_grad(_value)
         return value, grads[0] if isinstance(argnums, int) else grads
 
     return call
 
 
 def grad(pipe: Pipeline, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False) -> Callable[..., Any]:
-    """The gradient alone; with ``has_aux=True``, ``(grads, aux)``."""
+    """The gradient alone, without waiting for the loss; with ``has_aux=True``, ``(grads, aux)``."""
     both = value_and_grad(pipe, argnums, has_aux=has_aux)
 
     def call(params: Any, x: Any, *targets: Any, **keywords: Any) -> Any:
-        value, grads = both(params, x, *targets, **keywords)
+        value, grads = both(params, x, *targets, _value=has_aux, **keywords)
         return (grads, value[1]) if has_aux else grads
 
     return call

@@ -280,11 +280,11 @@ class Call:
             return None
         return merge(parts) if self.whole else Microbatches(parts)
 
-    def value_and_grad(self) -> tuple[Any, tuple[Any, ...]]:
-        """The whole schedule: value, and gradients in the order of ``wanted``."""
+    def value_and_grad(self, value: bool = True) -> tuple[Any, tuple[Any, ...]]:
+        """The whole schedule: value, where it is wanted, and gradients in the order of ``wanted``."""
         made = self._all()
         grads = {n: made.param_grads(self.params) if n == 0 else self._joined(made.input_grads()) for n in self.wanted}
-        return self._value(made), tuple(grads[n] for n in self.wanted)
+        return self._value(made) if value else made.leave_loss(), tuple(grads[n] for n in self.wanted)
 
     def vjp(self) -> tuple[Any, Callable[..., Any]]:
         """The forward phase now; the backward phase in the pullback."""

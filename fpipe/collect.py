@@ -71,8 +71,8 @@ class Collected:
 
     def _bounds(self) -> Mapping[int, Bound]:
         bound = dict(self.resolved.bound)
-        sources = self._sources() if getattr(self.group, "at_once", False) and not self.alone else []
-        if len(sources) != 1 or sources[0][0] not in bound:
+        sources = self._sources() if self._unasked() else []
+        if not sources or sources[0][0] not in bound:
             return bound
         ((rank, wanted),) = sources
         plan, steps = bound[rank].plan, list(bound[rank].steps)
@@ -81,6 +81,16 @@ class Collected:
         if last >= 0 and plan.instructions[last].program is not None:
             steps[last] = _then_tell(steps[last])
         return bound | {rank: replace(bound[rank], steps=tuple(steps))}
+
+    def _unasked(self) -> bool:
+        """Whether the loss is told as soon as it is there; known to every process."""
+        early = getattr(self.group, "at_once", False) and not self.alone
+        return early and len(self.resolved.memo("scalars", self._sources)) == 1
+
+    def leave_loss(self) -> None:
+        """Nobody wants the loss: take it where it is told unasked, and elsewhere wait for nobody."""
+        if self._unasked():
+            self._loss()
 
     def tell(self) -> None:
         """Tell the others the loss, whose parts are all there."""

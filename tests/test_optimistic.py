@@ -15,6 +15,7 @@ from torch import Tensor
 
 import fpipe
 from fpipe import transforms as T
+from fpipe.collectives import _futex
 from fpipe.errors import TransformError
 
 STAGES, STEPS = 4, 200
@@ -129,7 +130,7 @@ class Watched(torch.autograd.Function):
         return dys[0] * p, (end(dp) if ctx.stage == STAGES - 1 else dp).sum(), None
 
 
-def overlapping(group: Any, guess: bool, folder: Path, patience: float) -> list[bool]:
+def overlapping(group: Any, guess: bool, folder: Path, patience: float, near: bool = True) -> list[bool]:
     """Whether each step had begun on the first rank while the last one waited, in a W, for just that."""
     Sight.begun = Sight.ended = 0
     Sight.folder, Sight.patience, Sight.seen = folder, patience, []
@@ -140,8 +141,9 @@ def overlapping(group: Any, guess: bool, folder: Path, patience: float) -> list[
     if guess:
         opt = T.optimistic(tx, over=pipe)
         step = opt.first(params)
+        alone = lambda params, x: (None, fpipe.grad(pipe)(params, x))  # over a network nobody waits for a gradient
         for _ in range(LOOPS):
-            _, step = opt.step(fpipe.value_and_grad(pipe), step, x)
+            _, step = opt.step(fpipe.value_and_grad(pipe) if near else alone, step, x)
         assert step.settle()
         return Sight.seen
     state = tx.init(params)
@@ -151,36 +153,37 @@ def overlapping(group: Any, guess: bool, folder: Path, patience: float) -> list[
     return Sight.seen
 
 
-def on_a_process(folder: str) -> tuple[Any, Any, list[list[bool]]]:
-    """Both ways with the same bits; and what each waits for, with shared memory or without."""
+def on_a_process() -> tuple[Any, Any]:
+    """Both ways to step."""
     group = fpipe.init(timeout=60)
-    apart = []
+    return train(group, False), train(group, True)
+
+
+def waiting_and_guessing(folder: str, near: bool) -> list[list[bool]]:
+    """What each way waits for, on one host or as over a network."""
+    group, found = fpipe.init(timeout=60), []
+    assert group.at_once == near
     for guess in (False, True):
         place = Path(folder, str(guess))
         place.mkdir(exist_ok=True)
-        apart.append(overlapping(group, guess, place, 20.0 if guess else 0.4))
-    return train(group, False), train(group, True), apart
+        found.append(overlapping(group, guess, place, 20.0 if guess else 0.4, near))
+    return found
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, Any, list[list[bool]]]]:
-    return fpipe.launch(on_a_process, str(tmp_path_factory.mktemp("begun")), ranks=RANKS, timeout=110)
-
-
-@pytest.mark.xdist_group("optimistic")
-def test_on_four_processes(told: Any):
-    for plain, guessed, _ in told:
+def test_on_four_processes():
+    for plain, guessed in fpipe.launch(on_a_process, ranks=RANKS, timeout=110):
         assert bits(plain) == bits(guessed)
         assert plain["state"][1][0].skipped.item() > 10 and plain["clips"] > 10
 
 
-@pytest.mark.xdist_group("optimistic")
-def test_the_next_step_begins_before_the_last_one_has_ended(told: Any):
+@pytest.mark.parametrize("near", [*([True] if _futex.AVAILABLE else []), False])
+def test_the_next_step_begins_before_the_last_one_has_ended(near: bool, tmp_path: Path):
     """The last rank stands in the last W of a step until the first rank is in an F of the next one.
 
     No clock decides: with any wait of all for all between two steps this could not come to pass.
     """
-    waiting, guessing = told[-1][2]
+    env = {"FPIPE_SHARED_MEMORY": str(int(near))}
+    waiting, guessing = fpipe.launch(waiting_and_guessing, str(tmp_path), near, ranks=RANKS, timeout=80, env=env)[-1]
     assert waiting == [False] * (LOOPS - 1)
     assert guessing == [True] * (LOOPS - 1)
 
