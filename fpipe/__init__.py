@@ -24,7 +24,7 @@ _TABLE = {
     "debugging": "debug",
     "dual": "hvp jvp",
     "errors": "ActionError BatchError DeadlockError FpipeError GroupError LaunchError MismatchError PeerError"
-    " ScheduleError StageError StalledError TraceError UnsupportedError WeaveError",
+    " ScheduleError StageError StalledError TraceError TransformError UnsupportedError WeaveError",
     "interop.modules": "from_module to_module",
     "microbatch": "Microbatches",
     "padding": "pad",
@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from .errors import StageError as StageError
     from .errors import StalledError as StalledError
     from .errors import TraceError as TraceError
+    from .errors import TransformError as TransformError
     from .errors import UnsupportedError as UnsupportedError
     from .errors import WeaveError as WeaveError
     from .generators import make_schedule as make_schedule
