@@ -10,6 +10,7 @@ import logging
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from os.path import dirname, sep
 from typing import Any
 
 import torch
@@ -240,6 +241,7 @@ def explain(error: Exception, label: str, wants: str) -> Exception:
 
 def where(error: BaseException) -> str:
     """The innermost line of the user's own code."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename.replace("\\", "/")]
-    frames = [f for f in frames if "/fpipe/" not in f.filename.replace("\\", "/") and "<fpipe" not in f.filename]
+    ours = (*torch.__path__, dirname(__file__))  # by place: a folder of the user's may be called fpipe, too
+    inside = (*(path + sep for path in ours), "<fpipe")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(inside)]
     return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""

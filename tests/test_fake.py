@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import fx
+from torch.utils.checkpoint import checkpoint
 
 from fpipe import _fake, _purity
 from fpipe.errors import ActionError, TraceError
@@ -127,3 +130,13 @@ def test_errors_are_told_apart():
     assert isinstance(told(lambda x: x.numpy()), TraceError)
     assert isinstance(told(lambda x: x @ torch.ones(3)), ActionError)
     assert isinstance(told(lambda x: {}["missing"]), ActionError)
+
+
+def test_a_users_file_in_a_folder_called_fpipe_is_the_users(tmp_path: Path):
+    """A clone of this repository is such a folder: no error there had its line."""
+    file = tmp_path / "fpipe" / "torch" / "user.py"
+    names: dict[str, Any] = {}
+    exec(compile("def stage(p, x):\n    raise KeyError(p)\n", str(file), "exec"), names)
+    with pytest.raises(KeyError) as caught:
+        checkpoint(names["stage"], 1, torch.ones(1), use_reentrant=False)
+    assert f" at {file}:2 " in _fake.where(caught.value)
