@@ -28,6 +28,12 @@ def collect(pipe: Pipeline, resolved: Resolved, regs: Mapping[int, Registers], v
     return Collected(pipe, resolved, regs, values)
 
 
+#: Floating dtypes, and the integers that hold their bits.
+_WHOLE = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32,
+          torch.float64: torch.int64}  # fmt: skip
+_PAIR = Spec((2,), (1,), torch.int64)
+
+
 def _added(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """One after another, in their order: so one process that runs the microbatches in turn adds them."""
     total = values[0]
@@ -164,6 +170,8 @@ class Collected:
     def _shared(self, values: list[Any] | None, dtypes: list[torch.dtype], rank: int) -> list[Any]:
         """A rank's scalars on every rank, with the tag of the plan that made them."""
         device = self.group.device(self.group.here[0])
+        if len(dtypes) == 1 and dtypes[0] in _WHOLE:
+            return [self._shared_one(None if values is None else values[0], dtypes[0], rank, device)]
         tag, places, specs = self.resolved.memo(f"shared {dtypes}", lambda: self._laid_out(dtypes, device))
         mine = None
         if values is not None:
@@ -175,6 +183,17 @@ class Collected:
             for i, value in zip(where, stack.unbind(), strict=True):
                 found[i] = value
         return found
+
+    def _shared_one(self, value: Any, dtype: torch.dtype, rank: int, device: torch.device) -> torch.Tensor:
+        """The same for one number, which every step has: it travels as two integers, its bits and the tag."""
+        tag = self.resolved.memo("tag", lambda: torch.tensor(self.resolved.tag, device=device))
+        whole = _WHOLE[dtype]
+        mine = None if value is None else (torch.stack((value.view(whole).to(torch.int64), tag)),)
+        (row,) = self.group.share(mine, (_PAIR,), rank)
+        if value is not None:
+            return value
+        self._same_plan(rank, int(row[1]))
+        return row[0].to(whole).view(dtype)
 
     def _laid_out(self, dtypes: list[torch.dtype], device: torch.device) -> tuple[Any, list[list[int]], Any]:
         """The tag as a tensor, and scalars of these dtypes as one stack a dtype: which are in it, and Specs of all."""

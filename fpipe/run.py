@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -130,6 +131,12 @@ def _bind(ins: Instruction, rank: int, group: Group, options: Options) -> StepFn
     return _sum(ins)
 
 
+def _noter(group: Group, rank: int) -> Callable[[str], None]:
+    """The group's journal for one rank; a group may make it ready."""
+    made_ready = getattr(group, "noter", None)
+    return made_ready(rank) if made_ready is not None else partial(group.journal, rank)
+
+
 def _program(ins: Instruction, options: Options, rank: int, group: Group) -> StepFn:
     program, reads, frees = ins.program, ins.reads, ins.frees
     assert program is not None and ins.action is not None
@@ -145,13 +152,13 @@ def _program(ins: Instruction, options: Options, rank: int, group: Group) -> Ste
     else:
         writes, every = tuple((i, slot) for i, slot in enumerate(ins.writes) if slot >= 0), False
     slots = ins.writes
-    journal, note = group.journal, " ".join(filter(None, [str(ins.action), program.label]))
+    journal, note = _noter(group, rank), " ".join(filter(None, [str(ins.action), program.label]))
 
     def step(r: Registers) -> None:
         box = [r[i] for i in reads]
         for i in frees:
             r[i] = None
-        journal(rank, note)
+        journal(note)
         if where is not None and r[-1] is not None:
             if resumes:
                 _stream(device, r[-2].pop(where))
@@ -222,14 +229,14 @@ def _send(ins: Instruction, rank: int, group: Group) -> StepFn:
 
 def _recv(ins: Instruction, rank: int, group: Group) -> StepFn:
     key, specs, peer = (ins.peer, ins.number), ins.specs, ins.peer
-    made_ready = getattr(group, "receiver", None)
-    recv = made_ready(peer, rank, specs) if made_ready else lambda: group.recv(specs, peer, rank)
+    if _fetcher(ins, rank, group) is not None:
+        return lambda r: None  # nothing is posted: the wait takes what is there
 
     def step(r: Registers) -> None:
-        r[-2][key] = recv()
+        r[-2][key] = group.recv(specs, peer, rank)
 
     def strictly(r: Registers) -> None:
-        work = r[-2][key] = recv()
+        work = r[-2][key] = group.recv(specs, peer, rank)
         ask = getattr(work, "ask", None)  # a group that posts receives late must post this one here
         if ask is not None:
             ask()
@@ -237,16 +244,35 @@ def _recv(ins: Instruction, rank: int, group: Group) -> StepFn:
     return strictly if group.strict else step
 
 
+def _fetcher(ins: Instruction, rank: int, group: Group) -> Callable[[], torch.Tensor | None] | None:
+    """For messages of one tensor that need no buffer ahead: what gives the next of them, if it has come."""
+    made_ready = getattr(group, "fetcher", None)
+    return made_ready(ins.peer, rank, ins.specs) if made_ready is not None else None
+
+
 def _wait(ins: Instruction, rank: int, group: Group) -> StepFn:
     key, writes, journal = (ins.peer, ins.number), ins.writes, group.journal
     what = f"{ins.action}'s message" if ins.action is not None else "gradients"
     note = f"waiting for {what} from rank {ins.peer}"
+    peer, specs, fetch = ins.peer, ins.specs, _fetcher(ins, rank, group)
 
     def step(r: Registers) -> tuple[Work, tuple[int, ...]]:
         journal(rank, note)
         return r[-2].pop(key), writes
 
-    return step
+    if fetch is None:
+        return step
+    (slot,) = writes
+
+    def take(r: Registers) -> tuple[Work, tuple[int, ...]] | None:
+        found = fetch()
+        if found is None:
+            journal(rank, note)
+            return group.recv(specs, peer, rank), writes
+        r[slot] = found
+        return None
+
+    return take
 
 
 def _settle(ins: Instruction, group: Group) -> StepFn:

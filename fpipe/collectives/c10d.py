@@ -132,11 +132,11 @@ class C10dGroup:
             return lambda tensors: self.send(tensors, src, dst, specs)
         return self._near.sender(wire(specs), dst)
 
-    def receiver(self, src: int, dst: int, specs: tuple[Spec, ...]) -> Callable[[], Work]:
-        """:meth:`recv`, made ready likewise."""
+    def fetcher(self, src: int, dst: int, specs: tuple[Spec, ...]) -> Callable[[], Tensor | None] | None:
+        """Gives the next message of one tensor if it has come; None where messages have to be asked for."""
         if self._near is None or src == dst or src not in self._near:
-            return lambda: self.recv(specs, src, dst)
-        return self._near.receiver(wire(specs), src)
+            return None
+        return self._near.fetcher(wire(specs), src)
 
     def settle(self, dst: int, count: int) -> None:
         """Let go of the oldest sends to a rank, which are known to have been received."""
@@ -236,6 +236,10 @@ class C10dGroup:
     def journal(self, rank: int, text: str) -> None:
         """Keep what this rank is about to do."""
         self._watch.journal.note(text)
+
+    def noter(self, rank: int) -> Callable[[str], None]:
+        """:meth:`journal` for one rank, made ready."""
+        return self._watch.journal.noter()
 
     def failed(self, error: BaseException) -> None:
         """Tell the others, best effort, that this rank raised."""

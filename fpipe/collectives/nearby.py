@@ -16,7 +16,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -180,12 +179,22 @@ class Nearby:
         """Ask for the next message of a rank."""
         return self._inlet(src, kind).ask(way, pieces(way.sizes))
 
-    def receiver(self, way: Wire, src: int) -> Callable[[], Work]:
-        """:meth:`recv`, made ready for messages of one kind."""
-        waiting, message = self._inlet(src, PLANS), pieces(way.sizes)
-        fits = way.simple and len(message) == 1
-        fetch = waiting.inlet.fetcher(way.specs[0], way.sizes[0]) if fits else None
-        return partial(waiting.ask, way, message, fetch)
+    def fetcher(self, way: Wire, src: int) -> Callable[[], Tensor | None] | None:
+        """For messages of one plain tensor: gives the next if it is there and no other was asked for before it."""
+        if not way.simple or len(pieces(way.sizes)) > 1:
+            return None
+        watch, waiting = self._watch, self._inlet(src, PLANS)
+        fetch, asked = waiting.inlet.fetcher(way.specs[0], way.sizes[0]), waiting.asked
+
+        def take() -> Tensor | None:
+            if asked or watch.broken is not None:
+                return None
+            found = fetch()
+            if found is not None:
+                waiting.number += 1
+            return found
+
+        return take
 
     def _inlet(self, src: int, kind: int) -> _Waiting:
         found = self._in.get((src, kind))
@@ -256,9 +265,9 @@ class _Waiting:
         self.asked: deque[_Receipt] = deque()
         self.number = 0  # pieces that were asked for
 
-    def ask(self, way: Wire, message: tuple[Piece, ...], fetch: Callable[[], Tensor | None] | None = None) -> _Receipt:
+    def ask(self, way: Wire, message: tuple[Piece, ...]) -> _Receipt:
         self.number += len(message)
-        receipt = _Receipt(self, way, message, self.number - 1, fetch)
+        receipt = _Receipt(self, way, message, self.number - 1)
         self.asked.append(receipt)
         return receipt
 
@@ -284,13 +293,10 @@ class _Waiting:
 
 
 class _Receipt:
-    __slots__ = ("fetch", "message", "number", "tensors", "waiting", "way")
+    __slots__ = ("message", "number", "tensors", "waiting", "way")
 
-    def __init__(
-        self, waiting: _Waiting, way: Wire, message: tuple[Piece, ...], number: int,
-        fetch: Callable[[], Tensor | None] | None,
-    ):  # fmt: skip
-        self.waiting, self.way, self.message, self.number, self.fetch = waiting, way, message, number, fetch
+    def __init__(self, waiting: _Waiting, way: Wire, message: tuple[Piece, ...], number: int):
+        self.waiting, self.way, self.message, self.number = waiting, way, message, number
         self.tensors: tuple[Tensor, ...] | None = None
 
     def done(self) -> bool:
@@ -298,12 +304,6 @@ class _Receipt:
 
     def wait(self) -> tuple[Tensor, ...]:
         if self.tensors is None:
-            asked = self.waiting.asked
-            found = self.fetch() if self.fetch is not None and asked[0] is self else None
-            if found is not None:  # the short way: it is there, and next
-                asked.popleft()
-                self.tensors = (found,)
-                return self.tensors
             self.waiting.bring(self)
         assert self.tensors is not None
         return self.tensors
