@@ -79,7 +79,8 @@ def _trace(stage: Stage, signature: Signature) -> Programs:
             'fpipe.Stage(fn, engine="eager"), or give it the local tensors'
         )
     try:
-        with _fake.quiet():
+        # A trace is kept for all callers, so none of their modes may be in it.
+        with _fake.quiet(), torch.inference_mode(False), torch.enable_grad():
             made = outputs_of(stage, signature)
             graph = _joint_graph(stage, signature, made)
     except FpipeError:

@@ -150,6 +150,17 @@ def test_two_leaves_with_one_gradient(schedule: str, x: Tensor, t: Tensor):
     assert len(pointers) == 2 * STAGES
 
 
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_what_is_traced_first_under_another_grad_mode_is_traced_right(around: Any, params: list[Tensor], x: Tensor):
+    fresh = lambda p, v: torch.tanh(v @ p)  # nobody has traced it before
+    loss = lambda y: y.square().mean()
+    pipe = piped([fresh] * STAGES, "1F1B", 1, loss=loss)
+    with around():
+        fpipe.value_and_grad(pipe)(params, x)
+    made = fpipe.value_and_grad(pipe)(params, x)
+    assert same(made, plain([fresh] * STAGES, params, parts(x), [None] * PARTS, lambda y, _: loss(y)))
+
+
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_under_any_grad_mode(around: Any, params: list[Tensor], x: Tensor, t: Tensor):
     with around():
