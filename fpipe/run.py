@@ -245,7 +245,7 @@ def _recv(ins: Instruction, rank: int, group: Group) -> StepFn:
 
 
 def _fetcher(ins: Instruction, rank: int, group: Group) -> Callable[[], torch.Tensor | None] | None:
-    """For messages of one tensor that need no buffer ahead: what gives the next of them, if it has come."""
+    """For channels whose messages need no buffer ahead: what gives the next, if it is one tensor and has come."""
     made_ready = getattr(group, "fetcher", None)
     return made_ready(ins.peer, rank, ins.specs) if made_ready is not None else None
 
@@ -262,7 +262,7 @@ def _wait(ins: Instruction, rank: int, group: Group) -> StepFn:
 
     if fetch is None:
         return step
-    (slot,) = writes
+    slot = writes[0] if writes else -1
 
     def take(r: Registers) -> tuple[Work, tuple[int, ...]] | None:
         found = fetch()

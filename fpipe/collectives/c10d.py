@@ -133,7 +133,10 @@ class C10dGroup:
         return self._near.sender(wire(specs), dst)
 
     def fetcher(self, src: int, dst: int, specs: tuple[Spec, ...]) -> Callable[[], Tensor | None] | None:
-        """Gives the next message of one tensor if it has come; None where messages have to be asked for."""
+        """Gives the next message if it is one tensor and has come; no function where messages are asked for ahead.
+
+        Of a channel either all messages are asked for ahead, or none is: they come in the order in which they are.
+        """
         if self._near is None or src == dst or src not in self._near:
             return None
         return self._near.fetcher(wire(specs), src)

@@ -179,10 +179,10 @@ class Nearby:
         """Ask for the next message of a rank."""
         return self._inlet(src, kind).ask(way, pieces(way.sizes))
 
-    def fetcher(self, way: Wire, src: int) -> Callable[[], Tensor | None] | None:
-        """For messages of one plain tensor: gives the next if it is there and no other was asked for before it."""
+    def fetcher(self, way: Wire, src: int) -> Callable[[], Tensor | None]:
+        """Gives the next message if it is one plain tensor, and there, and no other was asked for before it."""
         if not way.simple or len(pieces(way.sizes)) > 1:
-            return None
+            return lambda: None
         watch, waiting = self._watch, self._inlet(src, PLANS)
         fetch, asked = waiting.inlet.fetcher(way.specs[0], way.sizes[0]), waiting.asked
 
