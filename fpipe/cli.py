@@ -78,7 +78,8 @@ def main(args: Sequence[str] | None = None) -> int:
         return status if isinstance(status, int) else 0
     except click.UsageError as error:
         if isinstance(error, click.NoSuchOption):  # the nearest alone, not three by the alphabet
-            error.possibilities = get_close_matches(error.option_name, error.possibilities or (), n=1)
+            near = get_close_matches(error.option_name, error.possibilities or (), n=1)
+            error = click.NoSuchOption(error.option_name, possibilities=near, ctx=error.ctx)
         where = error.ctx.command_path if error.ctx else "fpipe"
         return _fail(f"{error.format_message()}  ({where} --help tells more)", USAGE)
     except click.ClickException as error:
