@@ -16,7 +16,7 @@ import torch
 
 from . import tree
 from .ambient import ambient, without_autocast
-from .collect import Collected, collect, output_tree
+from .collect import Collected, added, collect, output_tree
 from .debugging import check, check_leaks, debugging
 from .errors import BatchError, StageError
 from .feed import Feeder, Values, weights
@@ -178,11 +178,7 @@ class Call:
     def weighed(self, scalars: Sequence[torch.Tensor]) -> torch.Tensor:
         """Scalars of the microbatches as one, by the pipeline's reduction, added as the loss is."""
         shares = self._weights()
-        parts = [value * shares.scale(m, value) for m, value in enumerate(scalars)]
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total
+        return added([value * shares.scale(m, value) for m, value in enumerate(scalars)])
 
     def _values(self) -> Values:
         sides = {

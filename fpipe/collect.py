@@ -28,18 +28,16 @@ def collect(pipe: Pipeline, resolved: Resolved, regs: Mapping[int, Registers], v
     return Collected(pipe, resolved, regs, values)
 
 
-#: Floating dtypes, and the integers that hold their bits.
-_WHOLE = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32,
-          torch.float64: torch.int64}  # fmt: skip
-_PAIR = Spec((2,), (1,), torch.int64)
-
-
-def _added(values: Sequence[torch.Tensor]) -> torch.Tensor:
+def added(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """One after another, in their order: so one process that runs the microbatches in turn adds them."""
     total = values[0]
     for value in values[1:]:
         total = total + value.to(total.device)
     return total
+
+
+def _bytes(scalar: torch.Tensor) -> torch.Tensor:
+    return scalar.reshape(1).view(torch.uint8)
 
 
 def _then_tell(step: StepFn) -> StepFn:
@@ -77,10 +75,11 @@ class Collected:
 
     def _bounds(self) -> Mapping[int, Bound]:
         bound = dict(self.resolved.bound)
-        sources = self._sources() if self._unasked() else []
-        if not sources or sources[0][0] not in bound:
+        if not self._unasked():
             return bound
-        ((rank, wanted),) = sources
+        ((rank, wanted),) = self._sources()
+        if rank not in bound:
+            return bound
         plan, steps = bound[rank].plan, list(bound[rank].steps)
         slots = {plan.results[key] for _, key, _ in wanted}
         last = max((n for n, ins in enumerate(plan.instructions) if slots & set(ins.writes)), default=-1)
@@ -91,7 +90,7 @@ class Collected:
     def _unasked(self) -> bool:
         """Whether the loss is told as soon as it is there; known to every process."""
         early = getattr(self.group, "at_once", False) and not self.alone
-        return early and len(self.resolved.memo("scalars", self._sources)) == 1
+        return early and len(self._sources()) == 1
 
     def leave_loss(self) -> None:
         """Nobody wants the loss: take it where it is told unasked, and elsewhere wait for nobody."""
@@ -121,7 +120,7 @@ class Collected:
     def _loss(self) -> torch.Tensor:
         if self._told is not None:
             return self._told
-        sources = self.resolved.memo("scalars", self._sources)
+        sources = self._sources()
         if len(sources) == 1:  # one rank has them all, and tells the sum
             ((rank, wanted),) = sources
             mine = rank in self.group.here
@@ -146,7 +145,7 @@ class Collected:
         assert weights is not None
         with_aux = sorted({stage for stage, _ in found if stage != self.stages})
         if weights.number is not None and not with_aux:
-            return _added(torch._foreach_mul([found[self.stages, mb] for mb in range(self.number)], weights.number))  # pyright: ignore[reportPrivateImportUsage]
+            return added(torch._foreach_mul([found[self.stages, mb] for mb in range(self.number)], weights.number))  # pyright: ignore[reportPrivateImportUsage]
         total = None
         for mb in range(self.number):
             value = found[self.stages, mb]
@@ -164,43 +163,25 @@ class Collected:
 
     def _sources(self) -> list[tuple[int, list[tuple[tuple[int, int], Key, Aval]]]]:
         """The ranks that make losses or auxiliary losses, with where each stands; known to every process."""
-        made = [(rank, self._scalar_keys(rank)) for rank in range(self.group.size)]
-        return [(rank, wanted) for rank, wanted in made if wanted]
+
+        def find() -> list[tuple[int, list[tuple[tuple[int, int], Key, Aval]]]]:
+            made = [(rank, self._scalar_keys(rank)) for rank in range(self.group.size)]
+            return [(rank, wanted) for rank, wanted in made if wanted]
+
+        return self.resolved.memo("scalars", find)
 
     def _shared(self, values: list[Any] | None, dtypes: list[torch.dtype], rank: int) -> list[Any]:
-        """A rank's scalars on every rank, with the tag of the plan that made them."""
+        """A rank's scalars on every rank, as one row of bytes: the tag of the plan that made them, then theirs."""
         device = self.group.device(self.group.here[0])
-        if len(dtypes) == 1 and dtypes[0] in _WHOLE:
-            return [self._shared_one(None if values is None else values[0], dtypes[0], rank, device)]
-        tag, places, specs = self.resolved.memo(f"shared {dtypes}", lambda: self._laid_out(dtypes, device))
-        mine = None
+        tag = self.resolved.memo("tag", lambda: _bytes(torch.tensor(self.resolved.tag, device=device)))
+        sizes = [tag.numel(), *(dtype.itemsize for dtype in dtypes)]
+        row = None if values is None else (torch.cat([tag, *map(_bytes, values)]),)
+        (row,) = self.group.share(row, (Spec((sum(sizes),), (1,), torch.uint8),), rank)
         if values is not None:
-            mine = (*(torch.stack([values[i] for i in where]) for where in places), tag)
-        *stacks, told = self.group.share(mine, specs, rank)
-        self._same_plan(rank, int(told))
-        found: list[Any] = [None] * len(dtypes)
-        for where, stack in zip(places, stacks, strict=True):
-            for i, value in zip(where, stack.unbind(), strict=True):
-                found[i] = value
-        return found
-
-    def _shared_one(self, value: Any, dtype: torch.dtype, rank: int, device: torch.device) -> torch.Tensor:
-        """The same for one number, which every step has: it travels as two integers, its bits and the tag."""
-        tag = self.resolved.memo("tag", lambda: torch.tensor(self.resolved.tag, device=device))
-        whole = _WHOLE[dtype]
-        mine = None if value is None else (torch.stack((value.view(whole).to(torch.int64), tag)),)
-        (row,) = self.group.share(mine, (_PAIR,), rank)
-        if value is not None:
-            return value
-        self._same_plan(rank, int(row[1]))
-        return row[0].to(whole).view(dtype)
-
-    def _laid_out(self, dtypes: list[torch.dtype], device: torch.device) -> tuple[Any, list[list[int]], Any]:
-        """The tag as a tensor, and scalars of these dtypes as one stack a dtype: which are in it, and Specs of all."""
-        order = list(dict.fromkeys(dtypes))
-        places = [[i for i, dtype in enumerate(dtypes) if dtype == kind] for kind in order]
-        specs = [Spec((len(where),), (1,), kind) for kind, where in zip(order, places, strict=True)]
-        return torch.tensor(self.resolved.tag, device=device), places, (*specs, Spec((), (), torch.int64))
+            return values
+        told, *parts = row.split(sizes)
+        self._same_plan(rank, int(told.view(torch.int64)))
+        return [part.clone().view(dtype)[0] for part, dtype in zip(parts, dtypes, strict=True)]
 
     def _same_plan(self, rank: int, tag: int) -> None:
         """Shapes may agree by chance where plans do not: then a loss would arrive that belongs to another step."""

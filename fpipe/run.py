@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -131,12 +130,6 @@ def _bind(ins: Instruction, rank: int, group: Group, options: Options) -> StepFn
     return _sum(ins)
 
 
-def _noter(group: Group, rank: int) -> Callable[[str], None]:
-    """The group's journal for one rank; a group may make it ready."""
-    made_ready = getattr(group, "noter", None)
-    return made_ready(rank) if made_ready is not None else partial(group.journal, rank)
-
-
 def _program(ins: Instruction, options: Options, rank: int, group: Group) -> StepFn:
     program, reads, frees = ins.program, ins.reads, ins.frees
     assert program is not None and ins.action is not None
@@ -152,13 +145,13 @@ def _program(ins: Instruction, options: Options, rank: int, group: Group) -> Ste
     else:
         writes, every = tuple((i, slot) for i, slot in enumerate(ins.writes) if slot >= 0), False
     slots = ins.writes
-    journal, note = _noter(group, rank), " ".join(filter(None, [str(ins.action), program.label]))
+    journal, note = group.journal, " ".join(filter(None, [str(ins.action), program.label]))
 
     def step(r: Registers) -> None:
         box = [r[i] for i in reads]
         for i in frees:
             r[i] = None
-        journal(note)
+        journal(rank, note)
         if where is not None and r[-1] is not None:
             if resumes:
                 _stream(device, r[-2].pop(where))
@@ -229,7 +222,7 @@ def _send(ins: Instruction, rank: int, group: Group) -> StepFn:
 
 def _recv(ins: Instruction, rank: int, group: Group) -> StepFn:
     key, specs, peer = (ins.peer, ins.number), ins.specs, ins.peer
-    if _fetcher(ins, rank, group) is not None:
+    if not _ahead(ins, rank, group):
         return lambda r: None  # nothing is posted: the wait takes what is there
 
     def step(r: Registers) -> None:
@@ -244,25 +237,25 @@ def _recv(ins: Instruction, rank: int, group: Group) -> StepFn:
     return strictly if group.strict else step
 
 
-def _fetcher(ins: Instruction, rank: int, group: Group) -> Callable[[], torch.Tensor | None] | None:
-    """For channels whose messages need no buffer ahead: what gives the next, if it is one tensor and has come."""
-    made_ready = getattr(group, "fetcher", None)
-    return made_ready(ins.peer, rank, ins.specs) if made_ready is not None else None
+def _ahead(ins: Instruction, rank: int, group: Group) -> bool:
+    """Whether messages of a channel are asked for ahead; a group may say of some that they need no buffer before."""
+    ahead = getattr(group, "ahead", None)
+    return ahead is None or ahead(ins.peer, rank)
 
 
 def _wait(ins: Instruction, rank: int, group: Group) -> StepFn:
     key, writes, journal = (ins.peer, ins.number), ins.writes, group.journal
     what = f"{ins.action}'s message" if ins.action is not None else "gradients"
     note = f"waiting for {what} from rank {ins.peer}"
-    peer, specs, fetch = ins.peer, ins.specs, _fetcher(ins, rank, group)
 
     def step(r: Registers) -> tuple[Work, tuple[int, ...]]:
         journal(rank, note)
         return r[-2].pop(key), writes
 
-    if fetch is None:
+    if _ahead(ins, rank, group):
         return step
-    slot = writes[0] if writes else -1
+    peer, specs, slot = ins.peer, ins.specs, writes[0] if writes else -1
+    fetch = group.fetcher(peer, rank, specs)  # type: ignore[attr-defined]
 
     def take(r: Registers) -> tuple[Work, tuple[int, ...]] | None:
         found = fetch()

@@ -132,13 +132,13 @@ class C10dGroup:
             return lambda tensors: self.send(tensors, src, dst, specs)
         return self._near.sender(wire(specs), dst)
 
-    def fetcher(self, src: int, dst: int, specs: tuple[Spec, ...]) -> Callable[[], Tensor | None] | None:
-        """Gives the next message if it is one tensor and has come; no function where messages are asked for ahead.
+    def ahead(self, src: int, dst: int) -> bool:
+        """Whether messages are asked for ahead. Of a channel all are or none is: they come in the order of asking."""
+        return self._near is None or src == dst or src not in self._near
 
-        Of a channel either all messages are asked for ahead, or none is: they come in the order in which they are.
-        """
-        if self._near is None or src == dst or src not in self._near:
-            return None
+    def fetcher(self, src: int, dst: int, specs: tuple[Spec, ...]) -> Callable[[], Tensor | None]:
+        """Where none is asked for ahead: gives the next message if it is one tensor and has come."""
+        assert self._near is not None
         return self._near.fetcher(wire(specs), src)
 
     def settle(self, dst: int, count: int) -> None:
@@ -239,10 +239,6 @@ class C10dGroup:
     def journal(self, rank: int, text: str) -> None:
         """Keep what this rank is about to do."""
         self._watch.journal.note(text)
-
-    def noter(self, rank: int) -> Callable[[str], None]:
-        """:meth:`journal` for one rank, made ready."""
-        return self._watch.journal.noter()
 
     def failed(self, error: BaseException) -> None:
         """Tell the others, best effort, that this rank raised."""

@@ -123,12 +123,12 @@ class Watch:
                 assert entry.peer is not None
                 gone = failure is not None and failure.lost
                 told.append(f"rank {rank}{_at(entry.note)} {'lost' if gone else 'waits for'} rank {entry.peer}")
-                again = entry.peer in seen
-                if not again or (gone and entry.peer != self.rank and self._word(entry.peer, True) is None):
+                if entry.peer not in seen:
                     rank = entry.peer
-                    if not again:
-                        continue
-                    told.append(f"rank {rank} {_state(self.journal.last(rank), gone, False)}")
+                    continue
+                if gone and entry.peer != self.rank and self._word(entry.peer, True) is None:  # lost without a word
+                    rank = entry.peer
+                    told.append(f"rank {rank} {_state(self.journal.last(rank), gone=True, silent=False)}")
             text = "; ".join(told)
             # Of ranks that wait in a circle, each past its time, the last on the trail is no cause.
             return f"{text[0].upper()}{text[1:]}", rank, gone or (failure is not None and failure.peer is None)

@@ -11,7 +11,6 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -58,17 +57,6 @@ class Journal:
         self._pulse.text = text
         if not self._pulse.started:
             self._pulse.start()
-
-    def noter(self) -> Callable[[str], None]:
-        """:meth:`note` as one function: it runs before every action."""
-        pulse = self._pulse
-
-        def note(text: str) -> None:
-            pulse.text = text
-            if not pulse.started:
-                pulse.start()
-
-        return note
 
     def waits(self, peer: int | None) -> None:
         """Keep whom this rank waits for now."""

@@ -106,11 +106,10 @@ class Outlet(_End):
 
     def carrier(self, spec: Spec, nbytes: int) -> Callable[[Tensor], bool]:
         """:meth:`put`, made ready for messages of one tensor that is laid out as its Spec says; False where one is not,
-        or where nothing may overtake what waits: then it was not sent. One function, since it runs in every step."""
+        or where nothing may overtake what waits: then it was not sent."""
         (piece,) = pieces((nbytes,))
         (shape, stride, dtype), size = spec, piece.size
-        move, notes, area, live, fence = ctypes.memmove, self.notes, self.area, self._live, _futex.fence
-        sent, asleep, late = self.sent, self.asleep, self.late
+        move, area, late, announce = ctypes.memmove, self.area, self.late, self._announce
 
         def carry(tensor: Tensor) -> bool:
             if tensor.stride() != stride or tensor.shape != shape or tensor.dtype is not dtype or tensor.is_neg():
@@ -119,15 +118,7 @@ class Outlet(_End):
             if start < 0:
                 return False
             move(area + start, tensor.data_ptr(), nbytes)
-            count = self.count
-            note = 2 * (count % NOTES)
-            notes[note], notes[note + 1] = start, size
-            live.append((start, start + size))
-            self.count = count + 1
-            sent.value = (count + 1) & _MASK
-            fence()
-            if asleep.value:
-                _futex.wake(self.bell)
+            announce(start, size)
             return True
 
         return carry
@@ -147,14 +138,14 @@ class Outlet(_End):
         at = self.area + start
         for index, skip, size, place in piece.parts:
             ctypes.memmove(at + place, buffers[index].data_ptr() + skip, size)
-        note = 2 * (self.count % NOTES)
-        self.notes[note], self.notes[note + 1] = start, piece.size
-        self._live.append((start, start + piece.size))
-        self._announce()
+        self._announce(start, piece.size)
         return True
 
-    def _announce(self) -> None:
-        """Count a piece that was put in, and wake the receiver where it sleeps."""
+    def _announce(self, start: int, size: int) -> None:
+        """Note where a piece was put, count it, and wake the receiver where it sleeps."""
+        note = 2 * (self.count % NOTES)
+        self.notes[note], self.notes[note + 1] = start, size
+        self._live.append((start, start + size))
         self.count += 1
         self.sent.value = self.count & _MASK
         _futex.fence()
@@ -201,31 +192,37 @@ class Inlet(_End):
         """:meth:`take`, made ready for messages of one plain tensor; None where the next is not there, or another."""
         (piece,) = pieces((nbytes,))
         (shape, _, dtype), size = spec, piece.size
-        move, notes, area, sent, taken, empty = (
-            ctypes.memmove, self.notes, self.area, self.sent, self.taken, torch.empty,
-        )  # fmt: skip
+        move, sent, next_one = ctypes.memmove, self.sent, self._next
 
         def fetch() -> Tensor | None:
-            count = self.count
-            note = 2 * (count % NOTES)
-            if sent.value == count & _MASK or notes[note + 1] != size:
+            if sent.value == self.count & _MASK:
                 return None
-            found = empty(shape, dtype=dtype)
-            move(found.data_ptr(), area + notes[note], nbytes)
-            self.count = count + 1
-            taken.value = (count + 1) & _MASK
+            at = next_one(size)
+            if at < 0:
+                return None
+            found = torch.empty(shape, dtype=dtype)
+            move(found.data_ptr(), at, nbytes)
+            self._took()
             return found
 
         return fetch
 
     def take(self, buffers: Sequence[Tensor], piece: Piece) -> bool:
         """Copy the next piece, which is there, out into buffers; False where it is not of this size."""
-        note = 2 * (self.count % NOTES)
-        at = self.area + self.notes[note]
-        if self.notes[note + 1] != piece.size:
+        at = self._next(piece.size)
+        if at < 0:
             return False
         for index, skip, size, place in piece.parts:
             ctypes.memmove(buffers[index].data_ptr() + skip, at + place, size)
+        self._took()
+        return True
+
+    def _next(self, size: int) -> int:
+        """Where the next piece, which is there, lies; -1 where it is not of this size."""
+        note = 2 * (self.count % NOTES)
+        return self.area + self.notes[note] if self.notes[note + 1] == size else -1
+
+    def _took(self) -> None:
+        """Count a piece that was copied out, so that its room is free."""
         self.count += 1
         self.taken.value = self.count & _MASK
-        return True

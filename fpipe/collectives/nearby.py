@@ -61,13 +61,12 @@ class _Outbox:
 
     def __init__(self, size: int):
         self.file = os.memfd_create("fpipe")
-        self._close = weakref.finalize(self, os.close, self.file)
+        weakref.finalize(self, os.close, self.file)
         os.ftruncate(self.file, PAGE + size * _LANES * LANE)
         self.token = os.urandom(_TOKEN)
         self._page = mmap.mmap(self.file, PAGE)
         self._page[:_TOKEN] = self.token
         self.ended = ctypes.c_uint32.from_buffer(self._page, 64)
-        self._size = size
 
     def lane(self, dst: int, kind: int) -> Outlet:
         return Outlet(_lane(self.file, dst, kind))
@@ -164,8 +163,7 @@ class Nearby:
     def sender(self, way: Wire, dst: int) -> Callable[[tuple[Tensor, ...]], object]:
         """:meth:`send`, made ready for messages of one kind."""
         watch = self._watch
-        fits = way.simple and len(pieces(way.sizes)) == 1
-        carry = self._outlet(dst, PLANS).carrier(way.specs[0], way.sizes[0]) if fits else lambda _: False
+        carry = self._outlet(dst, PLANS).carrier(way.specs[0], way.sizes[0]) if _short(way) else lambda _: False
 
         def send(tensors: tuple[Tensor, ...]) -> None:
             if watch.broken is not None:
@@ -181,7 +179,7 @@ class Nearby:
 
     def fetcher(self, way: Wire, src: int) -> Callable[[], Tensor | None]:
         """Gives the next message if it is one plain tensor, and there, and no other was asked for before it."""
-        if not way.simple or len(pieces(way.sizes)) > 1:
+        if not _short(way):
             return lambda: None
         watch, waiting = self._watch, self._inlet(src, PLANS)
         fetch, asked = waiting.inlet.fetcher(way.specs[0], way.sizes[0]), waiting.asked
@@ -246,6 +244,11 @@ class Nearby:
                 inlet.sleep(number, _SLICE if self.pump() else 0.001)
                 if not inlet.there(number):
                     _patient(start, self._watch.timeout, self._peers[src])
+
+
+def _short(way: Wire) -> bool:
+    """Whether a message is one plain tensor that travels at once."""
+    return way.simple and len(pieces(way.sizes)) == 1
 
 
 def _patient(start: float, timeout: float, peer: _Neighbour) -> None:
