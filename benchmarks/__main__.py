@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.command import save
 from benchmarks.measure import about, load
 from benchmarks.report import PAGE, RESULTS, write
 
@@ -49,9 +50,8 @@ def run(name: str, quick: bool, into: Path) -> int:
         status = subprocess.run(command, check=False).returncode
         if found.exists() and status == 0 and not quick:
             rows = json.loads(found.read_text(encoding="utf-8"))
-            text = json.dumps({"about": about(before), "rows": rows}, indent=1)
             into.mkdir(exist_ok=True)
-            (into / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+            save({"about": about(before), "rows": rows}, into / f"{name}.json")
     return status
 
 

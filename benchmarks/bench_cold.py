@@ -16,6 +16,8 @@ import sys
 import time
 from typing import Any
 
+from benchmarks.command import options, save
+
 STAGES, MICROBATCHES, WIDTH, TOKENS = 32, 8, 256, 64
 #: schedule, ranks of a local group; and, over processes, gloo
 CASES = (("1F1B", 32, False), ("Interleaved1F1B", 4, False), ("ZBVZeroBubble", 16, False), ("Interleaved1F1B", 2, True))
@@ -67,9 +69,7 @@ def _start(name: str, ranks: int) -> dict[str, Any]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--starts", type=int, default=3)
-    parser.add_argument("--json")
+    parser = options(__doc__, starts=3)
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -89,9 +89,7 @@ def main() -> None:
         cells = (f"{best[f'{k} pipeline']:7.2f} {best[f'{k} pipeline cpu']:6.2f} {best[f'{k} traces']:7d}"
                  for k in ("first", "second"))  # fmt: skip
         print(f"{name:18} {where:>12}", *cells, f"{best['warm step']:7.3f}", flush=True)
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(rows, file, indent=1)
+    save(rows, args.json)
 
 
 if __name__ == "__main__":

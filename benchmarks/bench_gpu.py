@@ -10,8 +10,6 @@ cpu`` runs it small, to see that it runs.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -23,6 +21,7 @@ from torch.nn.functional import cross_entropy, gelu, layer_norm, linear, scaled_
 
 import fpipe
 from benchmarks.bench_runner import measure as host_work
+from benchmarks.command import options, save
 
 RANKS, MICROBATCHES, VOCABULARY = 4, 8, 1024
 STAGES = 2 * RANKS
@@ -195,12 +194,8 @@ def rows(device: torch.device, width: int, tokens: int, rounds: int) -> list[dic
 
 def main() -> None:
     """Print the table, or a word where there is no GPU."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser = options(__doc__, width=2048, tokens=2048, rounds=15)
     parser.add_argument("--device")
-    parser.add_argument("--json")
     args = parser.parse_args()
     if args.device is None and not torch.accelerator.is_available():
         print("no GPU on this machine: skipped")
@@ -216,9 +211,7 @@ def main() -> None:
     for r in found:
         peer, ratio = (f"{r[k]:{w}}" if r[k] is not None else "" for k, w in (("peer", ".3f"), ("ratio", ".3f")))
         print(f"{r['what']:38} {r['fpipe']:10.3f} {peer:>10} {r['unit']:4} {ratio:>6} {r['limit']:8.2f}")
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump([{"device": name, **r} for r in found], file, indent=1)
+    save([{"device": name, **r} for r in found], args.json)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ time of a message between two ranks that do nothing else. What is foretold is th
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -19,7 +18,9 @@ from typing import Any
 import torch
 
 import fpipe
-from benchmarks.bench_torch import SCHEDULES, SIZES, make, square, stage
+from benchmarks.bench_torch import SCHEDULES, SIZES, asking, make, stage
+from benchmarks.command import save
+from benchmarks.stages import square
 from fpipe.calls import Call
 from fpipe.plan import spec_of
 from fpipe.profiling import Measuring, whole
@@ -171,14 +172,7 @@ def rows(
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--sizes", nargs="*", default=list(SIZES))
-    parser.add_argument("--schedules", nargs="*", default=list(SCHEDULES))
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json")
-    args = parser.parse_args()
+    args = asking(__doc__).parse_args()
     found = []
     print(f"{'':7} {'schedule':22} {'limit ms':>9} {'step ms':>9} {'ratio':>6} {'foretold':>9} {'/ step':>7}"
           f" {'/ actions':>9}")  # fmt: skip
@@ -190,9 +184,7 @@ def main() -> None:
             print(f"{size:7} {name:22} {r['limit ms']:9.2f} {r['step ms']:9.2f} {r['step / limit']:6.2f}"
                   f" {r['foretold ms']:9.2f} {r['foretold / step']:7.1%} {r['foretold / actions']:9.1%}",
                   flush=True)  # fmt: skip
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(found, file, indent=1)
+    save(found, args.json)
 
 
 if __name__ == "__main__":

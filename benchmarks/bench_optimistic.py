@@ -10,17 +10,15 @@ the last W of a step has ended on some rank the first F of the next one begins o
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import fpipe
+from benchmarks.command import options, save
 from benchmarks.measure import ratio
 from fpipe.actions import Action
 from fpipe.generators import make_schedule
@@ -155,13 +153,9 @@ def on_a_rank(microbatches: int, steps: int, rounds: int, unit: float) -> list[d
 
 def main() -> None:
     """Print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=8)
+    parser = options(__doc__, ranks=4, microbatches=8, steps=8)
     parser.add_argument("--rounds", type=int, default=7, help="0: in the simulator alone")
     parser.add_argument("--unit", type=float, default=0.005, help="seconds of an action on processes")
-    parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     ranks, microbatches, steps = asked.ranks, asked.microbatches, asked.steps
     print(f"{ranks} ranks, {microbatches} microbatches, {steps} steps, in the simulator (units)")
@@ -179,8 +173,7 @@ def main() -> None:
             f"{row['schedule']:14s}{row['wait ms']:9.1f}{row['guess ms']:10.1f}{row['ratio']:8.3f}"
             f"{row['simulated']:11.3f}{row['ahead, waiting']:12.2f}{row['ahead, guessing']:8.2f}"
         )
-    if asked.json:
-        asked.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    save(rows, asked.json)
 
 
 if __name__ == "__main__":

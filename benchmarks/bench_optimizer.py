@@ -7,15 +7,13 @@ Both step 200 parameters (100 matrices, each with a vector) in 8 stages; the rou
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.command import options, save
 from benchmarks.measure import alternate, ratio
 from fpipe.transforms import Transform, adamw, apply_updates, chain, clip_by_global_norm
 
@@ -88,10 +86,8 @@ def measure(side: int, rounds: int) -> dict[str, tuple[float, float]]:
 
 def main() -> None:
     """Print a table, with ratios to torch's foreach AdamW (for clipping: behind torch's own clipping)."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=21)
+    parser = options(__doc__, rounds=21)
     parser.add_argument("--sides", default="32,128,512")
-    parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     torch.manual_seed(0)
     tables = {}
@@ -100,8 +96,7 @@ def main() -> None:
         print(f"200 parameters, matrices {side} x {side}, {asked.rounds} rounds, torch {torch.__version__}")
         for name, (took, times) in tables[side].items():
             print(f"    {name:<22} {took:8.3f} ms  {times:5.2f}")
-    if asked.json:
-        asked.json.write_text(json.dumps(tables, indent=1))
+    save(tables, asked.json)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 
 import torch
 
 import fpipe
+from benchmarks.command import options, save
+from benchmarks.stages import square
 from fpipe import run as runner
 
 NAMES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBV", "DualPipeV")
@@ -18,11 +18,6 @@ NAMES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble
 def block(p, x):
     """A small residual block."""
     return x + torch.tanh(x @ p["w1"]) @ p["w2"]
-
-
-def square(y, t):
-    """Mean squared error."""
-    return (y - t).square().mean()
 
 
 def measure(
@@ -81,10 +76,7 @@ def _with(ins, run):
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--json")
-    args = parser.parse_args()
+    args = options(__doc__, rounds=40).parse_args()
     torch.set_num_threads(1)
     rows = []
     print(f"{'schedule':24} {'step ms':>8} {'programs ms':>12} {'instructions':>13} {'us each':>8}")
@@ -92,9 +84,7 @@ def main() -> None:
         r = measure(name, rounds=args.rounds)
         rows.append({"schedule": name, **r})
         print(f"{name:24} {r['step ms']:8.2f} {r['programs ms']:12.2f} {r['instructions']:13d} {r['us each']:8.2f}")
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(rows, file, indent=1)
+    save(rows, args.json)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ here is the same function. Medians; the whole schedule in a process of its own, 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import statistics
@@ -21,7 +20,9 @@ import optree
 import torch
 
 import fpipe
-from benchmarks.bench_torch import make, square, stage
+from benchmarks.bench_torch import make, stage
+from benchmarks.command import options, save
+from benchmarks.stages import square
 from fpipe.losses import loss_stage
 from fpipe.lower import lower
 from fpipe.plan import Job, Kinds
@@ -103,10 +104,8 @@ def whole(name: str) -> dict[str, Any]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__, rounds=3)
     parser.add_argument("--schedules", nargs="*", default=["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json")
     args = parser.parse_args()
     torch.set_num_threads(1)
     model, rows = Model(), []
@@ -120,9 +119,7 @@ def main() -> None:
         print(f"{name:18} {r['rank']:5d} {r['instructions']:9,} {r['lowering s']:9.2f} {r['lowering cpu s']:7.2f}"
               f" {r['actions']:10,} {r['check + simulate s']:9.2f} {r['check + simulate cpu s']:7.2f} {r['GiB']:5.2f}",
               flush=True)  # fmt: skip
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(rows, file, indent=1)
+    save(rows, args.json)
 
 
 if __name__ == "__main__":

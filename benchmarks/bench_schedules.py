@@ -7,16 +7,14 @@ Also one large case in a process of its own, with the most memory it held. Torch
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+from benchmarks.command import options, save
 from fpipe.errors import ScheduleError
 from fpipe.generators import make_schedule, schedule_names
 from fpipe.timeline import Timeline
@@ -90,13 +88,9 @@ def start_up() -> float:
 
 def main() -> None:
     """Print the table, or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser = options(__doc__, ranks=64, microbatches=512, rounds=5)
     parser.add_argument("names", nargs="*", help="schedules; all by default")
-    parser.add_argument("--ranks", type=int, default=64)
-    parser.add_argument("--microbatches", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--large", default="256x2048", help="ranks x microbatches of the large 1F1B; empty for none")
-    parser.add_argument("--json")
     given = parser.parse_args()
     table = measure(given.names or list(schedule_names()), given.ranks, given.microbatches, given.rounds)
     found: dict[str, object] = {"schedules": table, "import": start_up()}
@@ -115,8 +109,7 @@ def main() -> None:
             f"1F1B {given.large}: {big['actions']:.0f} actions, check + simulate {big['check + simulate']:.2f} s, "
             f"at most {big['bytes'] / 2**30:.2f} GiB"
         )
-    if given.json:
-        Path(given.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
+    save(found, given.json)
 
 
 if __name__ == "__main__":

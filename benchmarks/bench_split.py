@@ -5,8 +5,6 @@ Four transformer blocks as one stage; prints medians of alternating runs on one 
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 
 import torch
@@ -15,6 +13,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.nn.functional import gelu, layer_norm, linear, scaled_dot_product_attention
 
 import fpipe
+from benchmarks.command import options, save
 from benchmarks.measure import alternate, ratio
 
 HEADS = 4
@@ -105,19 +104,13 @@ def measure(width: int, tokens: int, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--json")
-    args = parser.parse_args()
+    args = options(__doc__, rounds=30, tokens=32).parse_args()
     rows = [measure(width, args.tokens, args.rounds) for width in (64, 256, 512)]
     print(f"{'width':>6} {'F+I+W / F+B':>12} {'F+I+W / torch':>14} {'F+B ms':>8} {'F+I+W ms':>9} {'torch ms':>9}")
     for r in rows:
         print(f"{r['width']:6} {r['split/whole']:12.3f} {r['split/torch']:14.3f} {r['whole ms']:8.2f}"
               f" {r['split ms']:9.2f} {r['torch ms']:9.2f}")  # fmt: skip
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(rows, file, indent=1)
+    save(rows, args.json)
 
 
 if __name__ == "__main__":

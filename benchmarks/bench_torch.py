@@ -14,6 +14,7 @@ import tempfile
 import time
 import warnings
 import weakref
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ from torch.nn.functional import gelu, layer_norm, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
+from benchmarks.command import options, save
+from benchmarks.stages import square
 from fpipe.collectives.nearby import SWITCH
 
 SCHEDULES = {
@@ -50,11 +53,6 @@ def stage(params, x):
     for p in params:
         x = block(p, x)
     return x
-
-
-def square(y, t):
-    """Mean squared error."""
-    return (y - t).square().mean()
 
 
 def make(stages: int, width: int, blocks: int) -> list[list[dict[str, torch.Tensor]]]:
@@ -127,7 +125,7 @@ def _peer_schedule(name: str, modules, count: int, microbatches: int):
     return getattr(peers, cls_name)(stages if per_rank > 1 else stages[0], microbatches, loss_fn=square)
 
 
-def run(rank: int, ranks: int, store: str, names: list[str], size: str, microbatches: int, rounds: int, out: str):
+def run(rank: int, ranks: int, store: str, names: list[str], size: str, microbatches: int, rounds: int, out: Path):
     """One process: every schedule, both libraries in turn."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -141,8 +139,7 @@ def run(rank: int, ranks: int, store: str, names: list[str], size: str, microbat
             rows.append(row)
             print(_line(row), flush=True)
     if rank == 0:
-        with open(out, "w") as file:
-            json.dump(rows, file, indent=1)
+        save(rows, out)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -217,16 +214,18 @@ def _line(r) -> str:
             f" {r['ratio']:7.3f} {r['fpipe bytes']:12,} {r['torch bytes']:12,} {r['plan bytes']:12,}")  # fmt: skip
 
 
-def main() -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--microbatches", type=int, default=8)
+def asking(doc: str | None) -> argparse.ArgumentParser:
+    """The options of a benchmark that goes over sizes and schedules."""
+    parser = options(doc, ranks=2, microbatches=8, rounds=15)
     parser.add_argument("--sizes", nargs="*", default=list(SIZES))
     parser.add_argument("--schedules", nargs="*", default=list(SCHEDULES))
-    parser.add_argument("--rounds", type=int, default=15)
+    return parser
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = asking(__doc__)
     parser.add_argument("--sockets", action="store_true", help="fpipe's messages through gloo too, none through memory")
-    parser.add_argument("--json")
     args = parser.parse_args()
     if args.sockets:
         os.environ[SWITCH] = "0"  # processes are started with it
@@ -235,14 +234,11 @@ def main() -> None:
           f" {'torch peak':>12} {'plan peak':>12}")  # fmt: skip
     for size in args.sizes:
         with tempfile.TemporaryDirectory() as folder:
-            out = os.path.join(folder, "rows.json")
+            out = Path(folder, "rows.json")
             mp.spawn(run, (args.ranks, os.path.join(folder, "store"), args.schedules, size, args.microbatches,
                            args.rounds, out), nprocs=args.ranks)  # fmt: skip
-            with open(out) as file:
-                rows += json.load(file)
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(rows, file, indent=1)
+            rows += json.loads(out.read_text(encoding="utf-8"))
+    save(rows, args.json)
 
 
 if __name__ == "__main__":

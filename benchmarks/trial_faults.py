@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fpipe
+from benchmarks.stages import residual, square
 from fpipe._outcome import environment, store
 from fpipe.collectives.c10d import C10dGroup
 from fpipe.collectives.nearby import SWITCH
@@ -54,16 +55,6 @@ class Point(NamedTuple):
     share: float
 
 
-def block(p, x):
-    """A small residual block."""
-    return x + torch.tanh(x @ p) @ p
-
-
-def square(y, t):
-    """Mean squared error."""
-    return (y - t).square().mean()
-
-
 def rank_main(folder: str, point: Point, timeout: float, env: dict[str, str]) -> None:
     """In one process: two steps, and one in which the victim meets its fate; a survivor writes what it was told."""
     os.environ.update(env)
@@ -72,7 +63,7 @@ def rank_main(folder: str, point: Point, timeout: float, env: dict[str, str]) ->
     assert isinstance(group, C10dGroup)
     rank = group.here[0]
     plan = fpipe.make_schedule(point.schedule, ranks=RANKS, microbatches=8)
-    pipe = fpipe.pipeline([block] * plan.stages, plan, loss=square, group=group)
+    pipe = fpipe.pipeline([residual] * plan.stages, plan, loss=square, group=group)
     params = pipe.place([torch.randn(8, 8) * 0.1 for _ in range(plan.stages)])
     x = torch.randn(16, 8)
     step = fpipe.value_and_grad(pipe)

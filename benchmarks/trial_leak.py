@@ -17,19 +17,10 @@ import sys
 import torch
 
 import fpipe
+from benchmarks.stages import residual, square
 
 EVERY = 100
 SLACK = 2.0  #: MiB that the allocator may take later
-
-
-def block(p, x):
-    """A small residual block."""
-    return x + torch.tanh(x @ p) @ p
-
-
-def square(y, t):
-    """Mean squared error."""
-    return (y - t).square().mean()
 
 
 def counts() -> tuple[float, int, int]:
@@ -48,7 +39,7 @@ def rank_main(steps: int, schedule: str) -> list[tuple[int, float, int, int]]:
     torch.set_num_threads(1)
     group = fpipe.init()
     plan = fpipe.make_schedule(schedule, ranks=group.size, microbatches=4)
-    pipe = fpipe.pipeline([block] * plan.stages, plan, loss=square, group=group)
+    pipe = fpipe.pipeline([residual] * plan.stages, plan, loss=square, group=group)
     params = pipe.place([torch.randn(16, 16) * 0.1 for _ in range(plan.stages)])
     tx = fpipe.chain(fpipe.clip_by_global_norm(1.0, over=pipe), fpipe.adamw(1e-3))
     state, step = tx.init(params), fpipe.value_and_grad(pipe)
