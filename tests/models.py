@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fpipe
+from pieces import squared
 
 WIDTH, ROWS, SEED = 4, 2, 7  # of a hidden layer, of a microbatch, of the draws
 
@@ -69,10 +70,6 @@ def experts(p, x):
 
 
 # ---- losses ---------------------------------------------------------------------------------------------------------
-def squared(y, t):
-    return (y - t).square().mean()
-
-
 def cross_entropy(y, t):
     return F.cross_entropy(y.flatten(0, -2), t.flatten())
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import fpipe
+from pieces import layer, squared
 
 WIDTH, PARTS, RANKS = 3, 4, 2
 
@@ -21,14 +22,6 @@ class Pair:
 
     h: Tensor
     scale: float
-
-
-def layer(p, x):
-    return torch.tanh(x @ p)
-
-
-def squared(y, t):
-    return (y - t).square().mean()
 
 
 def with_aux(y, t):

@@ -19,13 +19,10 @@ from torch.distributed.fsdp import fully_shard
 
 import fpipe
 from fpipe.interop.fsdp import from_fsdp
+from pieces import squared
 
 WIDTH, HIDDEN, LENGTH, ROWS, MICROBATCHES, STAGES = 6, 8, 4, 4, 4, 4
 SCHEDULE = "ZBV"
-
-
-def squared(y: Tensor, t: Tensor) -> Tensor:
-    return (y - t).square().mean()
 
 
 def draw(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:

@@ -10,17 +10,10 @@ from torch import Tensor
 
 import fpipe
 from fpipe.debugging import check_leaks
+from pieces import layer, squared
 
 WIDTH, PARTS = 3, 4
 SEEN: list[str] = []
-
-
-def layer(p, x):
-    return torch.tanh(x @ p)
-
-
-def squared(y, t):
-    return (y - t).square().mean()
 
 
 def piped(fns: Any = None, **more: Any) -> fpipe.Pipeline:

@@ -13,16 +13,9 @@ from torch import Tensor
 
 import fpipe
 import fpipe.calls
+from pieces import layer, squared
 
 PARTS, WIDTH = 4, 6
-
-
-def layer(p: Tensor, x: Tensor) -> Tensor:
-    return torch.tanh(x @ p)
-
-
-def squared(y: Tensor, t: Tensor) -> Tensor:
-    return (y - t).square().mean()
 
 
 def given(stages: int = 4) -> tuple[list[Tensor], Tensor, Tensor]:

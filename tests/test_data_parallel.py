@@ -21,6 +21,7 @@ from fpipe.collectives.group import Done
 from fpipe.collectives.local import LocalGroup
 from fpipe.plan import Plan
 from fpipe.sharding import Layout
+from pieces import same, squared
 from schedule_table import TABLE
 
 WIDTH, MICROBATCHES, ROWS = 8, 4, 2  # of the first, microbatches a copy, rows of each
@@ -34,10 +35,6 @@ def block(p: Any, x: Tensor) -> Tensor:
 
 def dropped(p: Any, x: Tensor) -> Tensor:
     return torch.nn.functional.dropout(block(p, x), 0.5)
-
-
-def squared(y: Tensor, t: Tensor) -> Tensor:
-    return (y - t).square().mean()
 
 
 def network(stages: int) -> list[dict[str, Tensor]]:
@@ -70,11 +67,6 @@ def step(pipe: Any, copies: Any = None) -> tuple[Tensor, list[Any]]:
 def on_copies(fn: Callable[[Any], Any], copies: int = 2, order: str = "buffered") -> list[Any]:
     """Call ``fn`` with the group of the copies on each of them."""
     return testing.run(fn, ranks=copies, order=order, seed=0)  # type: ignore[arg-type]
-
-
-def same(a: Any, b: Any) -> bool:
-    pairs = zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True)
-    return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
 
 
 def near(a: Any, b: Any, tolerance: float = 1e-6) -> bool:

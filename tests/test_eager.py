@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import fpipe
 from fpipe.tracing import trace
 from models import MODELS, SEED, one
+from pieces import same
 
 RUNS: Counter[str] = Counter()  # how often something of a test's ran
 
@@ -88,11 +89,6 @@ def reference(stages: list[Any], params: list[Any], x: Tensor, t: Tensor, parts:
         sums = [s if g is None else s + g for s, g in zip(sums, grads, strict=True)]
         total, dxs = total + loss.detach(), [*dxs, dx]
     return total, optree.tree_unflatten(spec, sums), torch.cat(dxs)
-
-
-def same(a: Any, b: Any) -> bool:
-    (xs, spec), (ys, other) = optree.tree_flatten(a), optree.tree_flatten(b)
-    return spec == other and all(torch.equal(x, y) for x, y in zip(xs, ys, strict=True))
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV"])

@@ -12,12 +12,9 @@ from torch import Tensor
 
 import fpipe
 from fpipe.errors import StageError
-
-WORDS, WIDTH, ROWS = 7, 4, 8
-
-
-def embed(p: Any, tokens: Tensor) -> Tensor:
-    return p["wte"][tokens]
+from languages import WIDTH, WORDS, data, language
+from models import cross_entropy, embed
+from pieces import layer, squared
 
 
 def attend(p: Any, x: Tensor, *, gain: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,28 +27,11 @@ def head(p: Any, x: Tensor) -> Tensor:
     return F.layer_norm(x, (WIDTH,)) @ p["wte"].T
 
 
-def cross_entropy(y: Tensor, t: Tensor) -> Tensor:
-    return F.cross_entropy(y.flatten(0, 1), t.flatten())
-
-
 def parameters(seed: int) -> list[Any]:
     draw = torch.Generator().manual_seed(seed)
     wte = torch.randn(WORDS, WIDTH, generator=draw)
     return [{"wte": wte}, *({"qkv": torch.randn(WIDTH, 3 * WIDTH, generator=draw) / 2} for _ in "ab"),
             {"wte": wte.clone()}]  # fmt: skip
-
-
-def data() -> tuple[Tensor, Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(9)
-    x, t = (torch.randint(WORDS, (ROWS, 3), generator=draw) for _ in "xt")
-    return x, t, torch.rand(ROWS, generator=draw)
-
-
-def language(group: Any, schedule: str, **options: Any) -> fpipe.Pipeline:
-    block = fpipe.Stage(attend, aux_loss=True)
-    return fpipe.pipeline(
-        [embed, block, block, head], schedule, loss=cross_entropy, microbatches=4, group=group, **options
-    )
 
 
 def unsplit(params: list[Any], tied: bool = False) -> Tensor:
@@ -70,7 +50,7 @@ def unsplit(params: list[Any], tied: bool = False) -> Tensor:
 def compute(group: Any, schedule: str) -> tuple[Any, Any]:
     """Everything on a group; gradients of the stages that live here."""
     x, t, gain = data()
-    pipe = language(group, schedule, tied=[("0.wte", "3.wte")])
+    pipe = language(attend, head, group, schedule, tied=[("0.wte", "3.wte")])
     params, v = pipe.place(parameters(0)), pipe.place(parameters(1))
     forward = fpipe.jvp(pipe, (params,), (v,), x, t, gain=gain)
     return forward, fpipe.hvp(pipe, params, v, x, t, gain=gain)
@@ -108,14 +88,6 @@ def test_on_two_ranks():
     check(found[0][0], [part if part is not None else found[1][1][s] for s, part in enumerate(found[0][1])])
 
 
-def layer(p: Tensor, x: Tensor) -> Tensor:
-    return torch.tanh(x @ p)
-
-
-def squares(y: Tensor, t: Tensor) -> Tensor:
-    return (y - t).square().mean()
-
-
 def layers() -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
     draw = torch.Generator().manual_seed(2)
     made = [torch.randn(3, 3, generator=draw) for _ in range(4)]
@@ -138,9 +110,9 @@ def test_along_the_input(engine: Any):
 
 def test_frozen_leaves():
     params, v, x, t = layers()
-    pipe = fpipe.pipeline([layer, layer], loss=squares, microbatches=2, group=fpipe.local(2), frozen=["0"])
+    pipe = fpipe.pipeline([layer, layer], loss=squared, microbatches=2, group=fpipe.local(2), frozen=["0"])
     found = fpipe.hvp(pipe, params, v, x, t)
-    model = lambda p: squares(layer(p[1], layer(p[0], x)), t)
+    model = lambda p: squared(layer(p[1], layer(p[0], x)), t)
     want = torch.func.jvp(torch.func.grad(model), (params,), (v,))[1]
     assert found[0] is None
     close(found[1], want[1])
@@ -148,7 +120,7 @@ def test_frozen_leaves():
 
 def test_bad_tangents():
     params, v, x, t = layers()
-    pipe = fpipe.pipeline([layer, layer], loss=squares, microbatches=2, group=fpipe.local(2))
+    pipe = fpipe.pipeline([layer, layer], loss=squared, microbatches=2, group=fpipe.local(2))
     with pytest.raises(StageError, match="make them alike"):
         fpipe.jvp(pipe, (params,), ([v[0], v[1][:2]],), x, t)
     with pytest.raises(StageError, match="takes tuples"):
@@ -165,8 +137,8 @@ def test_bad_tangents():
 def test_meta_gradient():
     """The learning rate of one inner step, by torch.func over a function that calls the pipeline."""
     params, _, x, t = layers()
-    pipe = fpipe.pipeline([layer, layer], "1F1B", loss=squares, microbatches=2, group=fpipe.local(2))
-    whole = lambda p: squares(layer(p[1], layer(p[0], x)), t)
+    pipe = fpipe.pipeline([layer, layer], "1F1B", loss=squared, microbatches=2, group=fpipe.local(2))
+    whole = lambda p: squared(layer(p[1], layer(p[0], x)), t)
 
     def after(rate: Tensor, loss: Any) -> Tensor:
         grads = torch.func.grad(loss)(params)
@@ -182,8 +154,8 @@ def test_meta_gradient():
 def test_meta_gradients_by_parameters_and_input(schedule: str):
     """fpipe's own gradient inside torch.func's: where to begin, and from which rows."""
     params, v, x, t = layers()
-    pipe = fpipe.pipeline([layer, layer], schedule, loss=squares, microbatches=2, group=fpipe.local(2))
-    whole = lambda p, x: squares(layer(p[1], layer(p[0], x)), t)
+    pipe = fpipe.pipeline([layer, layer], schedule, loss=squared, microbatches=2, group=fpipe.local(2))
+    whole = lambda p, x: squared(layer(p[1], layer(p[0], x)), t)
 
     def after(params: Any, x: Tensor, both: Any, loss: Any) -> Tensor:
         value, (grads, dx) = both(params, x)
@@ -208,7 +180,7 @@ def test_gradients_inside_a_transform_have_their_form():
     params, _, x, t = layers()
     own = [{"w": p, "n": 2} for p in params]
     stage = lambda p, x: layer(p["w"], x) * p["n"]
-    loss = lambda y, t: (squares(y, t), {"most": y.max()})
+    loss = lambda y, t: (squared(y, t), {"most": y.max()})
     pipe = fpipe.pipeline([stage, stage], loss=loss, microbatches=2, group=fpipe.local(2), frozen=["0"])
     parts = fpipe.Microbatches(x.split([1, 3])), fpipe.Microbatches(t.split([1, 3]))
     both = fpipe.value_and_grad(pipe, (0, 1), has_aux=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
+from pieces import squared
 
 D, ROWS, PARTS = 32, 16, 6
 
@@ -70,10 +71,6 @@ def convolution(p, state, x):
 
 def balanced(p, x):
     return layer(p, x), x.square().mean()
-
-
-def squared(y, t):
-    return (y - t).square().mean()
 
 
 def dense() -> dict[str, Tensor]:

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
+from pieces import Count, same, squared
 
 ZERO_BUBBLE = ("ZBV", "InterleavedZeroBubble", "ZBH1", "DualPipeV")
 WIDTH = 3
@@ -22,10 +22,6 @@ WIDTH = 3
 
 def layer(p, x):
     return torch.tanh(x @ p["w"])
-
-
-def squared(y, t):
-    return (y - t).square().mean()
 
 
 def weights(stages: int) -> list[dict[str, Tensor]]:
@@ -55,12 +51,6 @@ def plain(fns: Any, params: Any, x: Any, t: Any, parts: int, loss: Any = squared
         sums = grads if sums is None else [a + b for a, b in zip(sums, grads, strict=True)]
     assert total is not None
     return total, optree.tree_unflatten(spec, sums)
-
-
-def same(a: Any, b: Any) -> bool:
-    flat, spec = optree.tree_flatten(a)
-    other, other_spec = optree.tree_flatten(b)
-    return spec == other_spec and all(torch.equal(x, y) for x, y in zip(flat, other, strict=True))
 
 
 def piped(fns: Any, schedule: str, ranks: int, parts: int, **more: Any) -> fpipe.Pipeline:
@@ -109,18 +99,6 @@ def test_a_middle_stage_that_ends_in_a_3d_linear_with_bias(name: str):
     loss, grads = fpipe.value_and_grad(piped([linear] * stages, name, 2, 4))(params, x, t)
     true_loss, true = plain([linear] * stages, params, x, t, 4)
     assert torch.equal(loss, true_loss) and same(grads, true)
-
-
-class Count(TorchDispatchMode):
-    """How often an operation runs."""
-
-    def __init__(self, name: str):
-        super().__init__()
-        self.name, self.times = name, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.times += func._opname == self.name
-        return func(*args, **(kwargs or {}))
 
 
 def test_activation_checkpointing_under_i_and_w():

@@ -12,12 +12,10 @@ from torch import Tensor
 
 import fpipe
 from fpipe.errors import StageError
+from languages import ROWS, WIDTH, WORDS, data, language
+from models import cross_entropy, embed
 
-ROWS, WIDTH, WORDS, LIMIT = 8, 4, 6, 2.0
-
-
-def embed(p: Any, tokens: Tensor) -> Tensor:
-    return p["wte"][tokens]
+LIMIT = 2.0
 
 
 def block(p: Any, x: Tensor, *, gain: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,28 +27,11 @@ def head(p: Any, x: Tensor) -> Tensor:
     return x @ p["w"]
 
 
-def cross_entropy(y: Tensor, t: Tensor) -> Tensor:
-    return F.cross_entropy(y.flatten(0, 1), t.flatten())
-
-
 def parameters() -> list[Any]:
     draw = torch.Generator().manual_seed(0)
     normal = lambda *shape: torch.randn(*shape, generator=draw)
     middle = [{"norm": normal(WIDTH), "w": normal(WIDTH, WIDTH), "step": 3} for _ in "ab"]
     return [{"wte": normal(WORDS, WIDTH)}, *middle, {"w": normal(WIDTH, WORDS)}]
-
-
-def data() -> tuple[Tensor, Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(1)
-    x, t = (torch.randint(WORDS, (ROWS, 3), generator=draw) for _ in "xt")
-    return x, t, torch.rand(ROWS, generator=draw)
-
-
-def build(group: Any, schedule: str, **options: Any) -> fpipe.Pipeline:
-    stage = fpipe.Stage(block, aux_loss=True)
-    return fpipe.pipeline(
-        [embed, stage, stage, head], schedule, loss=cross_entropy, microbatches=4, group=group, **options
-    )
 
 
 def example(params: list[Any], x: Tensor, t: Tensor, gain: Tensor) -> Tensor:
@@ -82,7 +63,7 @@ def expected(frozen: bool = False) -> tuple[Tensor, list[Any], Tensor]:
 
 
 def compute(group: Any, schedule: str, **options: Any) -> tuple[Tensor, Any, Tensor]:
-    pipe = build(group, schedule, **options)
+    pipe = language(block, head, group, schedule, **options)
     x, t, gain = data()
     return fpipe.per_example(pipe, LIMIT)(pipe.place(parameters()), x, t, gain=gain)
 
@@ -114,7 +95,7 @@ def test_on_two_ranks():
 
 def test_other_scales_and_parts():
     """Without a scale the gradients are plain ones; a function decides otherwise; microbatches may differ in rows."""
-    pipe = build(fpipe.local(2), "Interleaved1F1B", reduction="sum")
+    pipe = language(block, head, fpipe.local(2), "Interleaved1F1B", reduction="sum")
     x, t, gain = data()
     params, cut = parameters(), [1, 3, 2, 2]
     parts = [fpipe.Microbatches(part.split(cut)) for part in (x, t)]
@@ -130,7 +111,7 @@ def test_other_scales_and_parts():
 
 
 def test_refusals():
-    pipe = build(fpipe.local(2), "Interleaved1F1B")
+    pipe = language(block, head, fpipe.local(2), "Interleaved1F1B")
     with pytest.raises(StageError, match="above 0"):
         fpipe.per_example(pipe, 0.0)
     with pytest.raises(StageError, match="tied"):

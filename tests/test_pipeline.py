@@ -12,16 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fpipe
+from pieces import layer, same, squared
 
 WIDTH, STAGES, PARTS = 3, 4, 4
-
-
-def layer(p, x):
-    return torch.tanh(x @ p)
-
-
-def squared(y, t):
-    return (y - t).square().mean()
 
 
 @pytest.fixture
@@ -70,13 +63,6 @@ def plain(fns: Any, params: Any, xs: Any, ts: Any, loss: Any = squared, shares: 
     added = iter(reduce(lambda a, b: [u + v for u, v in zip(a, b, strict=True)], sums))
     grads = [next(added) if leaf.requires_grad else None for leaf in flat]
     return reduce(torch.add, total), optree.tree_unflatten(spec, grads)
-
-
-def same(a: Any, b: Any) -> bool:
-    left, spec = optree.tree_flatten(a, namespace="fpipe")
-    right, other = optree.tree_flatten(b, namespace="fpipe")
-    alike = [torch.equal(u, v) if isinstance(u, Tensor) else u == v for u, v in zip(left, right, strict=True)]
-    return spec == other and all(alike)
 
 
 def close(a: Any, b: Any) -> bool:

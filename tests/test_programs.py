@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
 from fpipe import trace, tracing
 from fpipe.stage import Programs
+from pieces import Count
 
 torch.manual_seed(0)
 EYE, WIDE, X = torch.randn(3, 3), torch.randn(4, 4), torch.randn(2, 3)
@@ -374,18 +374,6 @@ def test_functional_collectives_trace(process_group: Any):
 
 
 # ---- remat ----------------------------------------------------------------------------------------------------------
-class Count(TorchDispatchMode):
-    """How often an operation runs."""
-
-    def __init__(self, name: str):
-        super().__init__()
-        self.name, self.times = name, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.times += func._opname == self.name
-        return func(*args, **(kwargs or {}))
-
-
 def test_one_recompute_serves_input_and_weight_gradients():
     depth = 4
 

@@ -15,6 +15,7 @@ from torch import Tensor
 import split_world
 from fpipe import transforms as T
 from fpipe.errors import TransformError
+from pieces import same
 
 STAGES, STEPS = 8, 4
 TIED = (("0.wte", "7.wte"),)
@@ -233,13 +234,6 @@ def inputs(row: Row) -> tuple[list[Any], list[list[Any]]]:
         for gradient in grads:
             gradient[-1]["wte"] = gradient[0]["wte"].clone()
     return model(), grads
-
-
-def same(a: Any, b: Any) -> bool:
-    """The same trees to the bit."""
-    left, spec = optree.tree_flatten(a)
-    right, other = optree.tree_flatten(b)
-    return spec == other and all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(left, right, strict=True))
 
 
 @pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.expected])

@@ -18,8 +18,9 @@ from fpipe.ordering import Starts, conflicts
 from fpipe.segments import segments_of
 from fpipe.weaver import weave
 from fpipe.weaving import Memory, Task, Transfer, Weave, by_hand, play
+from pieces import same, squared
 from test_memory import measure
-from woven_stages import WIDTH, many, mixing, parameters, squared
+from woven_stages import WIDTH, many, mixing, parameters
 
 
 # ---- the search -----------------------------------------------------------------------------------------------------
@@ -185,10 +186,6 @@ def step(pipe: fpipe.Pipeline, seed: int = 0, rows: int = 24) -> tuple[Any, ...]
     params = pipe.place(parameters(pipe.stages, seed))
     loss, grads = fpipe.value_and_grad(pipe)(params, x, t)
     return (loss, *optree.tree_leaves(grads))
-
-
-def same(a: Any, b: Any) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def pipe_of(stage: Any, name: str, ranks: int, stages: int, group: Any, overlap: Any = "weave", **more: Any) -> Any:

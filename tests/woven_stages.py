@@ -55,8 +55,3 @@ def parameters(stages: int, seed: int = 0) -> list[dict[str, Tensor]]:
     """One dict a stage."""
     generator = torch.Generator().manual_seed(seed)
     return [{k: torch.randn(WIDTH, WIDTH, generator=generator) / 2 for k in "aobcs"} for _ in range(stages)]
-
-
-def squared(y: Tensor, t: Tensor) -> Tensor:
-    """The loss."""
-    return (y - t).square().mean()
