@@ -18,7 +18,9 @@ parameters are needed only twice, which suits sharded ones.
 
 from __future__ import annotations
 
-from ..actions import Placement
+from collections.abc import Callable
+
+from ..actions import Op, Placement
 from ..schedule import Schedule
 from ._words import deal, evenly, tape
 
@@ -41,6 +43,29 @@ def group_order(microbatches: int, ranks: int, chunks: int) -> list[tuple[int, i
     return [(c, m) for group in groups(microbatches, ranks) for c in range(chunks) for m in group]
 
 
+def by_groups(name: str, word: Callable[[int, int, int], str], ranks: int, microbatches: int, stages: int) -> Schedule:
+    """The schedule that goes by :func:`group_order`, backwards from the last chunk.
+
+    ``word(rank, total, ahead)`` draws a rank's row of ``total`` forwards; ``ahead`` is how many the first group makes
+    before it comes to the last chunk.
+
+    >>> print(by_groups("GPipe", lambda rank, total, ahead: "F" * total + "B" * total, 1, 2, 2))
+    [0F0, 0F1, 1F0, 1F1, 1B0, 1B1, 0B0, 0B1]
+    """
+    chunks = stages // ranks
+    order = group_order(microbatches, ranks, chunks)
+    total, ahead = len(order), (chunks - 1) * len(groups(microbatches, ranks)[0])
+    batches = [m for _, m in order]
+    backwards: tuple[Op, ...] = ("B", "I", "W")
+    rows = []
+    for rank in range(ranks):
+        down = [c * ranks + rank for c, _ in order]
+        up = [(chunks - 1 - c) * ranks + rank for c, _ in order]
+        hand = {"F": tape(down, "F", batches), **{op: tape(up, op, batches) for op in backwards}}
+        rows.append(deal(word(rank, total, ahead), hand))
+    return Schedule(tuple(rows), Placement.loop(ranks, chunks), microbatches, name)
+
+
 def make_interleaved_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
     """Interleaved 1F1B, for any number of microbatches.
 
@@ -48,18 +73,12 @@ def make_interleaved_one_f_one_b(ranks: int, microbatches: int, stages: int) -> 
     [0F0, 0F1, 2F0, 2F1, 2B0, 2B1, 0B0, 0B1]
     [1F0, 1F1, 3F0, 3B0, 3F1, 3B1, 1B0, 1B1]
     """
-    chunks = stages // ranks
-    order = group_order(microbatches, ranks, chunks)
-    total, group = len(order), groups(microbatches, ranks)[0]
-    batches = [m for _, m in order]
-    rows = []
-    for rank in range(ranks):
-        first = min(total, 2 * (ranks - rank - 1) + (chunks - 1) * len(group))
-        word = "F" * first + "FB" * (total - first) + "B" * first
-        down = [c * ranks + rank for c, _ in order]
-        up = [(chunks - 1 - c) * ranks + rank for c, _ in order]
-        rows.append(deal(word, {"F": tape(down, "F", batches), "B": tape(up, "B", batches)}))
-    return Schedule(tuple(rows), Placement.loop(ranks, chunks), microbatches, "Interleaved1F1B")
+
+    def word(rank: int, total: int, ahead: int) -> str:
+        first = min(total, 2 * (ranks - rank - 1) + ahead)
+        return "F" * first + "FB" * (total - first) + "B" * first
+
+    return by_groups("Interleaved1F1B", word, ranks, microbatches, stages)
 
 
 def make_looped_bfs(ranks: int, microbatches: int, stages: int) -> Schedule:

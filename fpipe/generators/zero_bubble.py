@@ -17,10 +17,9 @@ The interleaved form does the same with several chunks on each rank, in the orde
 
 from __future__ import annotations
 
-from ..actions import Placement
 from ..schedule import Schedule
-from ._words import deal, one_a_rank, tape
-from .interleaved import group_order, groups
+from ._words import one_a_rank
+from .interleaved import by_groups
 
 
 def make_zb_h1(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -58,17 +57,10 @@ def make_interleaved_zero_bubble(ranks: int, microbatches: int, stages: int) -> 
     [0F0, 0F1, 2F0, 2F1, 2I0, 2W0, 2I1, 2W1, 0I0, 0W0, 0I1, 0W1]
     [1F0, 1F1, 3F0, 3I0, 3F1, 3I1, 3W0, 1I0, 3W1, 1I1, 1W0, 1W1]
     """
-    chunks = stages // ranks
-    order = group_order(microbatches, ranks, chunks)
-    total, group = len(order), groups(microbatches, ranks)[0]
-    batches = [m for _, m in order]
-    rows = []
-    for rank in range(ranks):
-        first = min(total, ranks - rank - 1 + (chunks - 1) * len(group))
+
+    def word(rank: int, total: int, ahead: int) -> str:
+        first = min(total, ranks - rank - 1 + ahead)
         steps = ["F" * (b < total - first) + "I" + "W" * (b >= rank) for b in range(total)]
-        word = "F" * first + "".join(steps) + "W" * min(rank, total)
-        down = [c * ranks + rank for c, _ in order]
-        up = [(chunks - 1 - c) * ranks + rank for c, _ in order]
-        hand = {"F": tape(down, "F", batches), "I": tape(up, "I", batches), "W": tape(up, "W", batches)}
-        rows.append(deal(word, hand))
-    return Schedule(tuple(rows), Placement.loop(ranks, chunks), microbatches, "InterleavedZeroBubble")
+        return "F" * first + "".join(steps) + "W" * min(rank, total)
+
+    return by_groups("InterleavedZeroBubble", word, ranks, microbatches, stages)
