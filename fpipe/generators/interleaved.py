@@ -49,8 +49,9 @@ def by_groups(name: str, word: Callable[[int, int, int], str], ranks: int, micro
     ``word(rank, total, ahead)`` draws a rank's row of ``total`` forwards; ``ahead`` is how many the first group makes
     before it comes to the last chunk.
 
-    >>> print(by_groups("GPipe", lambda rank, total, ahead: "F" * total + "B" * total, 1, 2, 2))
-    [0F0, 0F1, 1F0, 1F1, 1B0, 1B1, 0B0, 0B1]
+    >>> print(by_groups("GPipe", lambda rank, total, ahead: "F" * total + "B" * total, 2, 2, 4))
+    [0F0, 0F1, 2F0, 2F1, 2B0, 2B1, 0B0, 0B1]
+    [1F0, 1F1, 3F0, 3F1, 3B0, 3B1, 1B0, 1B1]
     """
     chunks = stages // ranks
     order = group_order(microbatches, ranks, chunks)
