@@ -188,8 +188,8 @@ class Call:
         return Values(
             params={s: leaves for s, (leaves, _) in self.leaves.items()},
             states={s: leaves for s, (leaves, _) in self.state_leaves.items()},
-            x=self.x.rows,
-            targets=[part.rows for part in self.targets],
+            x=self.x,
+            targets=self.targets,
             sides=sides,
             weights=self._weights(),
         )

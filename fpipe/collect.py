@@ -28,11 +28,18 @@ def collect(pipe: Pipeline, resolved: Resolved, regs: Mapping[int, Registers], v
     return Collected(pipe, resolved, regs, values)
 
 
-def added(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One after another, in their order: so one process that runs the microbatches in turn adds them."""
-    total = values[0]
-    for value in values[1:]:
-        total = total + value.to(total.device)
+def added(values: Sequence[torch.Tensor], weight: float | None = None) -> torch.Tensor:
+    """One after another, in their order: so one process that runs the microbatches in turn adds them.
+
+    >>> added([torch.tensor(1.0), torch.tensor(2.0)], 0.5)
+    tensor(1.5000)
+    """
+    where = values[0].device
+    row = torch.stack([value if value.device == where else value.to(where) for value in values])
+    total, *rest = (row if weight is None else row.mul_(weight)).unbind()
+    total = total.clone()
+    for value in rest:
+        total.add_(value)
     return total
 
 
@@ -145,7 +152,7 @@ class Collected:
         assert weights is not None
         with_aux = sorted({stage for stage, _ in found if stage != self.stages})
         if weights.number is not None and not with_aux:
-            return added(torch._foreach_mul([found[self.stages, mb] for mb in range(self.number)], weights.number))  # pyright: ignore[reportPrivateImportUsage]
+            return added([found[self.stages, mb] for mb in range(self.number)], weights.number)
         total = None
         for mb in range(self.number):
             value = found[self.stages, mb]
@@ -179,9 +186,12 @@ class Collected:
         (row,) = self.group.share(row, (Spec((sum(sizes),), (1,), torch.uint8),), rank)
         if values is not None:
             return values
-        told, *parts = row.split(sizes)
-        self._same_plan(rank, int(told.view(torch.int64)))
-        return [part.clone().view(dtype)[0] for part, dtype in zip(parts, dtypes, strict=True)]
+        told, at, made = bytearray(row.tolist()), 0, []
+        for dtype in (torch.int64, *dtypes):
+            made.append(torch.frombuffer(told, dtype=dtype, count=1, offset=at).reshape(()))
+            at += dtype.itemsize
+        self._same_plan(rank, int(made[0]))
+        return [value.to(device) for value in made[1:]]
 
     def _same_plan(self, rank: int, tag: int) -> None:
         """Shapes may agree by chance where plans do not: then a loss would arrive that belongs to another step."""
@@ -275,24 +285,36 @@ class Collected:
         """One pytree per stage that lives here: a tensor for every leaf that is differentiated, else None."""
         out: list[Any] = [None] * self.stages
         copies = self.pipe.copies
+        for stage, rank, spec, places in self.resolved.memo("grads", self._grad_places):
+            held, leaves = self.regs[rank], []
+            for index, (slot, apart) in enumerate(places):
+                if slot is None:
+                    leaves.append(None)
+                elif slot < 0:
+                    value = self.values.params[stage][index]
+                    leaves.append(torch.zeros_like(value, dtype=self.pipe.accumulate or value.dtype))
+                else:
+                    leaves.append(copies.divided(held[slot]) if apart and copies is not None else held[slot])
+            out[stage] = tree.unflatten(spec, leaves)
+        return tuple(out) if isinstance(params, tuple) else out
+
+    def _grad_places(self) -> list[tuple[int, int, tree.Spec, list[tuple[int | None, bool]]]]:
+        """By stage and leaf: the gradient's slot, -1 where nothing was added to it, None where none is asked for; and
+        whether each copy of the pipeline has its own, to be divided by their number."""
+        out = []
         for stage in self.pipe.here:
             group = self.request.params[stage]
             assert group is not None
             rank = next(r for r in self.placement.ranks_of(stage) if r in self.group.here)
             results = self.resolved.bound[rank].plan.results
-            leaves = []
-            for index, (leaf, value) in enumerate(zip(group.leaves, self.values.params[stage], strict=True)):
-                key = reduced_key(stage, index) if reduced_key(stage, index) in results else grad_key(stage, index)
-                if not isinstance(leaf, Aval) or not leaf.grad:
-                    leaves.append(None)
-                elif key in results:
-                    found = self.regs[rank][results[key]]
-                    apart = copies is not None and key == grad_key(stage, index)
-                    leaves.append(copies.divided(found) if copies is not None and apart else found)
-                else:
-                    leaves.append(torch.zeros_like(value, dtype=self.pipe.accumulate or value.dtype))
-            out[stage] = tree.unflatten(group.spec, leaves)
-        return tuple(out) if isinstance(params, tuple) else out
+            places: list[tuple[int | None, bool]] = []
+            for index, leaf in enumerate(group.leaves):
+                own, reduced = grad_key(stage, index), reduced_key(stage, index)
+                wanted = isinstance(leaf, Aval) and leaf.grad
+                slot = results.get(reduced, results.get(own, -1)) if wanted else None
+                places.append((slot, reduced not in results))
+            out.append((stage, rank, group.spec, places))
+        return out
 
     def input_grads(self) -> list[Any] | None:
         """The gradient of x by microbatch, on the rank of the first stage; None elsewhere."""
@@ -309,7 +331,7 @@ class Collected:
                     leaves.append(None)
                     continue
                 key = kinds.wires.cotangent(-1, index, mb)
-                value = self.values.x[mb][index]
+                value = self.values.x.rows[mb][index]
                 found = torch.zeros_like(value) if key is None else self._get(rank, key)
                 leaves.append(found if copies is None else copies.divided(found))
             out.append(tree.unflatten(x.spec, leaves))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -97,8 +98,8 @@ class Values:
 
     params: Mapping[int, Sequence[Any]]
     states: Mapping[int, Sequence[Any]]
-    x: Sequence[Sequence[Any]]
-    targets: Sequence[Sequence[Sequence[Any]]]  # by target, then microbatch
+    x: Parts
+    targets: Sequence[Parts]
     sides: Mapping[tuple[int, int], Sequence[Any]]  # by stage and microbatch
     weights: Weights | None
 
@@ -113,9 +114,9 @@ class Feeder:
         self.params: list[tuple[int, int, int]] = []
         self.states: list[tuple[int, int, int]] = []
         self.x: list[tuple[int, int, int]] = []
-        self.targets: list[tuple[int, int, int, int]] = []
+        self.targets: dict[int, list[tuple[int, int, int]]] = {}
         self.sides: list[tuple[int, int, int, int]] = []
-        self.seeds: list[tuple[int, int, torch.dtype]] = []
+        self.seeds: dict[torch.dtype, list[tuple[int, int]]] = {}
         self.cotangents: list[tuple[int, int, int]] = []
         for (stage, mb, name), slot in plan.feeds.items():
             letter = name.rstrip("0123456789")
@@ -129,29 +130,42 @@ class Feeder:
             elif letter == "dx":
                 self.cotangents.append((slot, mb, index))
             elif letter == "x":
-                self.targets.append((slot, *_target(resolved, mb, index)))
+                which, place = _target(resolved, mb, index)
+                self.targets.setdefault(which, []).append((slot, mb, place))
             else:
-                self.seeds.append((slot, mb, _seed_dtype(resolved, stage, mb, stages)))
+                self.seeds.setdefault(_seed_dtype(resolved, stage, mb, stages), []).append((slot, mb))
 
     def fill(self, r: Registers, values: Values) -> None:
         """Lay a call's values into the registers."""
         for slot, stage, index in self.params:
-            r[slot] = values.params[stage][index].detach()
+            leaf = values.params[stage][index]
+            r[slot] = leaf if type(leaf) is torch.Tensor and not leaf.requires_grad else leaf.detach()
         for slot, stage, index in self.states:
             r[slot] = values.states[stage][index]
-        for slot, mb, index in self.x:
-            r[slot] = values.x[mb][index]
-        for slot, which, mb, index in self.targets:
-            r[slot] = values.targets[which][mb][index]
+        if self.x:
+            rows = values.x.rows
+            for slot, mb, index in self.x:
+                r[slot] = rows[mb][index]
+        for which, places in self.targets.items():
+            rows = values.targets[which].rows
+            for slot, mb, index in places:
+                r[slot] = rows[mb][index]
         for slot, stage, mb, index in self.sides:
             r[slot] = values.sides[stage, mb][index]
-        for slot, mb, dtype in self.seeds:
-            assert values.weights is not None
-            r[slot] = values.weights.seed(mb, dtype, self.device)
+        if values.weights is not None:
+            self._seed(r, values.weights)
         if self.move:
-            for slot, *_ in (*self.params, *self.states, *self.x, *self.targets, *self.sides):
+            fed = (self.params, self.states, self.x, *self.targets.values(), self.sides)
+            for slot, *_ in chain.from_iterable(fed):
                 if isinstance(r[slot], torch.Tensor):
                     r[slot] = r[slot].to(self.device, non_blocking=True)
+
+    def _seed(self, r: Registers, weights: Weights) -> None:
+        """The cotangents of the losses: one for all where one number weighs them all."""
+        for dtype, places in self.seeds.items():
+            common = None if weights.number is None else weights.seed(0, dtype, self.device)
+            for slot, mb in places:
+                r[slot] = weights.seed(mb, dtype, self.device) if common is None else common
 
     def fill_cotangents(self, r: Registers, cotangents: Sequence[Sequence[Any]]) -> None:
         """Lay the outputs' cotangents into the registers."""
@@ -159,13 +173,13 @@ class Feeder:
             r[slot] = cotangents[mb][index].detach().to(self.device)
 
 
-def _target(resolved: Resolved, mb: int, index: int) -> tuple[int, int, int]:
+def _target(resolved: Resolved, mb: int, index: int) -> tuple[int, int]:
     """Which target a leaf of the loss's input is, for a microbatch, and its place in that target."""
     kind = resolved.request.kind_of[mb]
     index -= len(resolved.faces[kind][-1].ys)
     for which, target in enumerate(resolved.request.kinds[kind][1]):
         if index < len(target.leaves):
-            return which, mb, index
+            return which, index
         index -= len(target.leaves)
     raise AssertionError("the loss reads a leaf that no target has")
 

@@ -70,13 +70,16 @@ def split(batch: Any, parts: int, name: str = "the batch") -> list[Any]:
             raise BatchError(f"{name} holds {len(batch)} microbatches where {parts} are run; give it {parts}")
         return list(batch)
     leaves, spec = tree.flatten(batch)
-    columns = [_split_leaf(leaf, parts, name) for leaf in leaves]
+    for leaf in leaves:
+        _check_leaf(leaf, parts, name)
+    columns = [_split_leaf(leaf, parts) for leaf in leaves]
     return [tree.unflatten(spec, row) for row in zip(*columns, strict=True)] if columns else [batch] * parts
 
 
-def _split_leaf(leaf: Any, parts: int, name: str) -> Sequence[Any]:
+def _check_leaf(leaf: Any, parts: int, name: str) -> None:
+    """Raise BatchError where a leaf cannot be cut into equal parts."""
     if not isinstance(leaf, torch.Tensor):
-        return [leaf] * parts
+        return
     if leaf.dim() == 0:
         raise BatchError(
             f"{name} holds a tensor without axes, which cannot be cut into {parts} microbatches; "
@@ -87,38 +90,57 @@ def _split_leaf(leaf: Any, parts: int, name: str) -> Sequence[Any]:
             f"{name} has {leaf.shape[0]} rows, which {parts} microbatches do not divide; change the batch or "
             "microbatches=, or pass fpipe.Microbatches([...]) of any sizes"
         )
-    return leaf.split(leaf.shape[0] // parts) if leaf.shape[0] else [leaf] * parts
+
+
+def _split_leaf(leaf: Any, parts: int) -> Sequence[Any]:
+    if not isinstance(leaf, torch.Tensor) or not leaf.shape[0]:
+        return [leaf] * parts
+    return leaf.split(leaf.shape[0] // parts)
 
 
 class Parts:
     """A batch argument as flat leaves, microbatch by microbatch: ``rows[m]`` under ``specs[m]``.
 
-    ``uniform`` says that all rows have one shape, so that looking at the first is enough.
+    ``uniform`` says that all rows have one shape, so that looking at the first is enough. A batch is checked at once
+    but cut only where its rows are asked for: most ranks feed none of it.
+
+    >>> Parts(torch.arange(4), 2, "x").rows
+    [(tensor([0, 1]),), (tensor([2, 3]),)]
     """
 
-    __slots__ = ("rows", "specs", "uniform")
+    __slots__ = ("_leaves", "_rows", "specs", "uniform")
 
     def __init__(self, batch: Any, parts: int, name: str):
+        self._rows: list[Sequence[Any]] | None = None
+        self.uniform = not isinstance(batch, Microbatches)
+        self._leaves: Sequence[Any] = ()
         if isinstance(batch, Microbatches):
             flat = [tree.flatten(part) for part in split(batch, parts, name)]
-            self.rows: list[Sequence[Any]] = [leaves for leaves, _ in flat]
+            self._rows = [leaves for leaves, _ in flat]
             self.specs = [spec for _, spec in flat]
-            self.uniform = False
             return
-        leaves, spec = tree.flatten(batch)
-        columns = [_split_leaf(leaf, parts, name) for leaf in leaves]
-        self.rows = list(zip(*columns, strict=True)) if columns else [()] * parts
+        self._leaves, spec = tree.flatten(batch)
+        for leaf in self._leaves:
+            _check_leaf(leaf, parts, name)
         self.specs = [spec] * parts
-        self.uniform = True
+
+    @property
+    def rows(self) -> list[Sequence[Any]]:
+        """The leaves of every microbatch: views of the caller's tensors."""
+        if self._rows is None:
+            columns = [_split_leaf(leaf, len(self.specs)) for leaf in self._leaves]
+            self._rows = list(zip(*columns, strict=True)) if columns else [() for _ in self.specs]
+        return self._rows
 
     def tree(self, mb: int) -> Any:
         """One microbatch as the pytree that it is."""
         return tree.unflatten(self.specs[mb], self.rows[mb])
 
     def signature(self) -> tuple[Any, ...]:
-        """Everything about the shapes that plans depend on."""
-        seen = self.rows[:1] if self.uniform else self.rows
-        return tuple((spec, *map(tree.aval, row)) for spec, row in zip(self.specs, seen, strict=False))
+        """Everything about the shapes that plans depend on, beside the number of parts."""
+        if self.uniform:
+            return (self.specs[0], *map(tree.aval, self._leaves))
+        return tuple((spec, *map(tree.aval, row)) for spec, row in zip(self.specs, self.rows, strict=True))
 
 
 def merge(parts: Sequence[Any]) -> Any:
