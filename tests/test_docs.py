@@ -1,18 +1,21 @@
 """Every code block of README and docs runs here, in order, page by page; what a page says is printed is printed.
 
-``python`` blocks of a page share their names. A ``text`` block after one is what it prints. ``sh`` blocks run through
-the command line's own function; what would start processes (make, torchrun) is held to name targets and files that
-exist and that another test runs. ``make golden`` writes what is printed into the pages.
+``python`` blocks of a page share their names, and call what they define. A ``text`` block after one is what it prints.
+``sh`` blocks run through the command line's own function; what would start processes (make, torchrun) is held to have
+targets, options and files that are there and that another test runs. ``make golden`` writes what is printed into the
+pages.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import doctest
 import io
 import json
 import re
 import shlex
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -21,6 +24,7 @@ from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 import pytest
+from torch.distributed.run import get_args_parser as torchrun
 
 import fpipe
 from fpipe import generators
@@ -28,8 +32,10 @@ from fpipe.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-#: pages whose blocks need several processes -> the test that runs what they show; here they must be Python
-ELSEWHERE = {"parallelism.md": "tests/test_axes.py"}
+#: pages that are files for several processes -> how many
+SEVERAL = {"parallelism.md": 4}
+#: pages that another test gives to ``run`` -> that test
+ELSEWHERE = {"ray.md": "tests/test_ray.py"}
 #: what a how-to page must be there for
 HOWTO = ("schedule", "model", "moe", "rl", "machines", "hang", "timeline", "memory", "choose")
 #: files in examples/ that tests/test_examples.py does not run -> the test that does
@@ -60,17 +66,30 @@ def shell(line: str) -> None:
         assert main(words[1:]) == 0, line
     elif words[0] == "make":
         assert re.search(rf"^{words[1]}:.*##", (ROOT / "Makefile").read_text(), re.M), f"no target: {line}"
+        subprocess.run([*words, "--dry-run"], cwd=ROOT, check=True, capture_output=True)
     elif words[0] in ("torchrun", "python"):
-        example = next(word for word in words if word.endswith(".py"))
-        assert (ROOT / example).is_file(), line
-        runs = ROOT / EXAMPLES.get(Path(example).name, "tests/test_examples.py")
+        told = torchrun().parse_args(words[1:])
+        example, runs = told.training_script, ROOT / EXAMPLES.get(Path(words[-1]).name, "tests/test_examples.py")
+        options = [word for word in told.training_script_args if word.startswith("--")]
+        assert all(f'"{option}"' in (ROOT / example).read_text() for option in options), line
         assert Path(example).stem in runs.read_text(), f"{runs.name} does not run {example}"
     else:
-        assert words[:2] == ["fpipe", "train"], f"no test runs {line!r}"
+        raise AssertionError(f"no test runs {line!r}")
+
+
+def uncalled(page: Path) -> None:
+    """Code inside a function has run only if some other code of the page names that function."""
+    tree = ast.parse("".join(b.code for b in blocks(page.read_text(encoding="utf-8")) if b.kind == "python"))
+    for one in tree.body:
+        if isinstance(one, (ast.FunctionDef, ast.ClassDef)):
+            others = [node for other in tree.body if other is not one for node in ast.walk(other)]
+            named = any(isinstance(node, ast.Name) and node.id == one.name for node in others)
+            assert named, f"{page.name}: nothing calls {one.name}"
 
 
 def run(page: Path, update: bool = False) -> None:
     names: dict[str, object] = {"__name__": "page"}
+    uncalled(page)
     output: str | None = None  # a block of text that no code stands before is a drawing
     for block in blocks(page.read_text(encoding="utf-8")):
         where = f"{page.relative_to(ROOT)}:{block.line}"
@@ -78,8 +97,7 @@ def run(page: Path, update: bool = False) -> None:
         with contextlib.redirect_stdout(heard):
             if block.kind == "python":
                 code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
-                if page.name not in ELSEWHERE:
-                    exec(code, names)
+                exec(code, names)
             elif block.kind == "sh":
                 for line in filter(None, block.code.splitlines()):
                     shell(line)
@@ -96,16 +114,38 @@ def run(page: Path, update: bool = False) -> None:
         output = None if block.kind == "text" else heard.getvalue()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def run_strictly(page: Path, update: bool = False) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(page, update)
+    return page.name
+
+
+HERE = [page for page in PAGES if page.name not in SEVERAL | ELSEWHERE]
+
+
+@pytest.mark.parametrize("page", HERE, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_blocks(page: Path, update_golden: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     if "from transformers" in page.read_text(encoding="utf-8"):
         pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run(page, update_golden)
+    run_strictly(page, update_golden)
     for name in set(fpipe.schedule_names()) - BUILT_IN:
         generators.unregister_schedule(name)
+
+
+@pytest.mark.xdist_group("axes")  # whose processes are warm
+@pytest.mark.parametrize("name", SEVERAL)
+def test_blocks_on_several_processes(name: str):
+    page = ROOT / "docs" / name
+    ranks = SEVERAL[name]
+    assert f"--nproc-per-node {ranks} " in page.read_text(encoding="utf-8"), "the page says on how many it runs"
+    assert fpipe.launch(run_strictly, page, ranks=ranks, timeout=100) == [name] * ranks
+
+
+def test_pages_run_elsewhere_are_run_there():
+    for name, test in ELSEWHERE.items():
+        assert f'"{name}")' in (ROOT / test).read_text(encoding="utf-8"), f"{test} does not run {name}"
 
 
 def test_the_list_names_every_page():
@@ -124,6 +164,9 @@ def test_a_wrong_page_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         run(page)
     run(page, update=True)
     assert page.read_text() == "```python\nprint(1)\n```\n\n```text\n1\n```\n"
+    page.write_text("```python\ndef f():\n    f()\n```\n")
+    with pytest.raises(AssertionError, match="nothing calls f"):
+        run(page)
     page.write_text("```c\n```\n")
     with pytest.raises(AssertionError, match="not 'c'"):
         run(page)
