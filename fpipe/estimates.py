@@ -61,6 +61,7 @@ class Collective:
     told: str  # shapes and splits, as every member must say them alike in kind
     nbytes: int
     nanoseconds: int
+    device: str  # the type of what it carries
     number: int = 0  # among those of its program
 
 
@@ -77,18 +78,22 @@ def started(node: fx.Node) -> Collective | None:
     # splits may differ from member to member; the kind, the count of axes and the dtype may not
     latency, speed, _ = LINKS.get(members) or Link(rates.latency, rates.link, 1.0)
     told = ", ".join(f"{str(t.dtype).removeprefix('torch.')}[{t.dim()} axes]" for t in tensors)
-    return Collective(node.name, name_of(node), members, told, nbytes, latency + int(nbytes / speed))
+    taken = latency + int(nbytes / speed)
+    return Collective(node.name, name_of(node), members, told, nbytes, taken, _kind(tensors))
 
 
-def pace() -> float:
-    """How long this device computes where the table says 1, by one product of matrices."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    side, dtype = (256, torch.float32) if device.type == "cpu" else (4096, torch.bfloat16)
+def pace(device: str) -> float:
+    """How long a type of device computes where the table says 1, by one product of matrices.
+
+    Asked of the device that a program runs on: an accelerator may stand idle beside it, or be known to a build of torch
+    on a machine that has none.
+    """
+    side, dtype = (256, torch.float32) if device == "cpu" else (4096, torch.bfloat16)
     x, best = torch.ones(side, side, dtype=dtype, device=device), float("inf")
     for _ in range(5):
         start = time.perf_counter()
         torch.mm(x, x)
-        if device.type != "cpu":
+        if device != "cpu":
             torch.accelerator.synchronize()
         best = min(best, time.perf_counter() - start)
     return best * 1e9 / (2 * side**3 / _rates([x]).flops)
@@ -149,5 +154,9 @@ def _bytes(value: Any) -> int:
     return sum(t.numel() * t.dtype.itemsize for t in _tensors(value))
 
 
+def _kind(tensors: list[torch.Tensor]) -> str:
+    return tensors[0].device.type if tensors else "cpu"
+
+
 def _rates(tensors: list[torch.Tensor]) -> Rates:
-    return RATES.get(tensors[0].device.type if tensors else "cpu", RATES["cuda"])
+    return RATES.get(_kind(tensors), RATES["cuda"])

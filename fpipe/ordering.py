@@ -80,18 +80,20 @@ def lower_together(jobs: Mapping[int, Job], tell: Tell = tell_members) -> dict[i
 def _measure_links(jobs: Mapping[int, Job]) -> None:
     """Have the members of each communicator measure it, once, where something is woven around it."""
     sizes: dict[str, int] = {}
+    devices: dict[str, str] = {}
     for job in jobs.values():
         for kind in job.kinds if job.overlap.how == "weave" else ():
             for own in kind.programs.values():
                 for program in () if own.compiled else (own.f, own.b):
                     for c in collectives_of(program):
                         sizes[c.members] = max(sizes.get(c.members, 0), c.nbytes)
+                        devices[c.members] = c.device
     for name, size in sorted(sizes.items()):
         told = tell_members(name, (name in LINKS, size))
         if told is None or all(known for known, _ in told):
             continue
         large = min(max(size for _, size in told), _MOST)
-        found = tell_members(name, (time_members(name, _LEAST), time_members(name, large), pace()))
+        found = tell_members(name, (time_members(name, _LEAST), time_members(name, large), pace(devices[name])))
         assert found is not None
         small, long, paced = (median(each[k] for each in found) for k in (0, 1, 2))
         LINKS[name] = Link(int(small * 1e9), (large - _LEAST) / max(1.0, (long - small) * 1e9), paced)

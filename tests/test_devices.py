@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fpipe
-from fpipe import devices
+from fpipe import devices, estimates
 from fpipe.errors import GroupError
 
 
@@ -34,6 +34,12 @@ def test_index_is_the_local_rank_where_several_are(gpus):
     assert devices.pick("cuda:1", local_rank=3) == torch.device("cuda", 1)
     with pytest.raises(GroupError, match=r"cuda:4 of 4 visible ones; .*CUDA_VISIBLE_DEVICES"):
         devices.pick(local_rank=4)
+
+
+def test_the_pace_is_that_of_the_device_asked_for(gpus):
+    """A build of torch for CUDA names an accelerator on a machine without one, too; programs there run on the CPU."""
+    gpus("cuda", 0)
+    assert 0 < estimates.pace("cpu") < float("inf")
 
 
 def test_cpu_where_nothing_else_is(monkeypatch: pytest.MonkeyPatch):
