@@ -20,6 +20,7 @@ from typing import Any
 import click
 
 from . import comparison, pictures
+from ._version import __version__
 from .errors import FpipeError, ScheduleError
 from .generators import about_schedule, make_schedule, schedule_names
 from .schedule import Schedule
@@ -113,7 +114,7 @@ def _fail(message: str, status: int) -> int:
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.version_option(package_name="fpipe", message="fpipe %(version)s")
+@click.version_option(__version__, message="fpipe %(version)s")
 @click.pass_context
 def fpipe(ctx: click.Context) -> None:
     """Pipeline schedules as data: draw them, check them, compare them.
