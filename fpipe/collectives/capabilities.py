@@ -2,7 +2,7 @@
 
 Keyed by (device type, backend), because one name may stand for two libraries ("hccl" is Ascend's and Habana's).
 Unknown counts as unsupported: a backend that no fact speaks of is trusted with ``BASE`` alone. ``tried`` marks what
-was run on torch 2.13; the rest comes from sources and issues. How to work around a fact is not known here.
+was run on torch 2.11 and 2.13; the rest comes from sources and issues. How to work around a fact is not known here.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Fact:
     note: str = ""
 
 
-_TRIAL = "trial on torch 2.13, CPU, 2 processes"
+_TRIAL = "trial on torch 2.11 and 2.13, CPU, 2 processes"
 _PLAIN = "torch.distributed's documentation"
 _NCCL = "torch's ProcessGroupNCCL"
 _XCCL = "torch-xpu-ops"
