@@ -7,7 +7,6 @@ knows functions and signatures, and nothing of schedules, ranks or microbatches.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,13 +20,12 @@ from .ambient import ambient, without_autocast
 from .compiling import compiled
 from .cut import Joint, Piece, cut
 from .eager import eager_programs
-from .errors import FpipeError, StageError, TraceError
+from .errors import FpipeError, TraceError
 from .program import Program, draws
 from .shortening import shorten
 from .signature import Outputs, Signature, call, outputs_of, wants
 from .stage import Aval, Held, Programs, Stage, as_stage, named
-
-_CACHE: weakref.WeakKeyDictionary[Any, dict[Any, Programs]] = weakref.WeakKeyDictionary()
+from .traces import kept
 
 
 def trace(fn: Callable[..., Any] | Stage, params: Any, x: Any, *, state: Any = None, **side: Any) -> Programs:
@@ -45,27 +43,7 @@ def trace(fn: Callable[..., Any] | Stage, params: Any, x: Any, *, state: Any = N
 
 def programs_of(stage: Stage, signature: Signature) -> Programs:
     """The programs of a stage for a signature, traced at most once for every function."""
-    eager = stage.engine == "eager"
-    key = (stage.aux_loss, stage.state, stage.compile, ambient(), signature, *((stage.fn, stage.like) if eager else ()))
-    try:
-        store = _EAGER if eager else _CACHE.setdefault(stage.fn, {})
-    except TypeError:  # the function takes no weak reference: hold it by the Stage that holds it
-        store = _STRONG.setdefault(stage.fn, {})
-    try:
-        found = store.get(key)
-    except TypeError as error:
-        raise StageError(
-            f"stage {stage.label}: a leaf that is neither a tensor nor hashable came in ({error}); "
-            'pass numbers, strings or None, or register its class (optree, namespace="fpipe")'
-        ) from error
-    if found is None:
-        found = store[key] = (eager_programs if eager else _trace)(stage, signature)
-    return found
-
-
-_STRONG: dict[Any, dict[Any, Programs]] = {}
-#: Eager programs hold their function, so they are kept as long as somebody uses them.
-_EAGER: weakref.WeakValueDictionary[Any, Programs] = weakref.WeakValueDictionary()
+    return kept(stage, signature, ambient(), eager_programs if stage.engine == "eager" else _trace)
 
 
 # ---- tracing --------------------------------------------------------------------------------------------------------

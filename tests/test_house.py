@@ -43,6 +43,7 @@ FLOORS = (
     ("signature", "splitting"),
     ("rehearsal",),
     ("eager",),
+    ("traces",),
     ("tracing",),
     ("route", "sharding", "losses", "settling"),
     ("plan",),

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fpipe
-from fpipe import trace, tracing
+from fpipe import trace, traces, tracing
 from fpipe.stage import Programs
 from pieces import Count
 
@@ -557,6 +557,26 @@ def test_numbers_are_part_of_the_signature():
     assert trace(fn, EYE, {"a": X, "n": 2}) is trace(fn, EYE, {"a": X, "n": 2})
     assert trace(fn, EYE, {"a": X, "n": 1}) is not trace(fn, EYE, {"a": X, "n": True})
     assert trace(fn, EYE, {"a": X, "n": 0.0}) is not trace(fn, EYE, {"a": X, "n": -0.0})
+
+
+def test_a_number_that_never_stays_is_told_and_its_traces_do_not_pile_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(traces, "ALIKE", 3)
+    monkeypatch.setattr(traces, "KEPT", 4)
+    fn = lambda p, x, *, heat: x @ p * heat
+    made = [trace(fn, EYE, X, heat=heat) for heat in (1.0, 0.9)]
+    with pytest.warns(UserWarning, match=r"3 times.*side inputs.*last 1.0, 0.9, 0.8.*as a tensor"):
+        made.append(trace(fn, EYE, X, heat=0.8))
+    made += [trace(fn, EYE, X, heat=heat) for heat in (0.7, 0.6)]  # said once
+    assert trace(fn, EYE, X, heat=0.9) is made[1]
+    assert trace(fn, EYE, X, heat=1.0) is not made[0], "the oldest went"
+
+
+def test_many_shapes_are_no_reason_to_speak_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(traces, "ALIKE", 3)
+    fn = lambda p, x, *, layer: x @ p * layer
+    for rows in (1, 2, 3, 4, 5):
+        trace(fn, EYE, X[:1].expand(rows, 3).contiguous(), layer=1)
+        trace(fn, EYE, X[:1].expand(rows, 3).contiguous(), layer=2)
 
 
 def test_traces_go_with_their_function():
