@@ -76,8 +76,8 @@ class Collected:
         self._told: torch.Tensor | None = None
 
     def bounds(self) -> Mapping[int, Bound]:
-        """The plans to run. Where a message is away at once, the rank that makes the loss tells it as soon as it is
-        there: at the end of a step nobody waits for it."""
+        """The plans to run. Where a message is away at once, the rank that makes the loss tells it during its plan: at
+        the end of a step nobody waits for it."""
         return self.resolved.memo("bounds", self._bounds)
 
     def _bounds(self) -> Mapping[int, Bound]:
@@ -89,13 +89,16 @@ class Collected:
             return bound
         plan, steps = bound[rank].plan, list(bound[rank].steps)
         slots = {plan.results[key] for _, key, _ in wanted}
-        last = max((n for n, ins in enumerate(plan.instructions) if slots & set(ins.writes)), default=-1)
-        if last >= 0 and plan.instructions[last].program is not None:
-            steps[last] = _then_tell(steps[last])
+        made = max((n for n, ins in enumerate(plan.instructions) if slots & set(ins.writes)), default=-1)
+        if made >= 0 and plan.instructions[made].program is not None:
+            # What others compute with goes first: they wait for the gradient that follows, for the loss nobody does.
+            sends = (n for n, ins in enumerate(plan.instructions) if n > made and ins.kind == "SEND")
+            at = next(sends, made)
+            steps[at] = _then_tell(steps[at])
         return bound | {rank: replace(bound[rank], steps=tuple(steps))}
 
     def _unasked(self) -> bool:
-        """Whether the loss is told as soon as it is there; known to every process."""
+        """Whether the loss is told before it is asked for; known to every process."""
         early = getattr(self.group, "at_once", False) and not self.alone
         return early and len(self._sources()) == 1
 

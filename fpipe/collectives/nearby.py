@@ -178,16 +178,21 @@ class Nearby:
         return self._inlet(src, kind).ask(way, pieces(way.sizes))
 
     def fetcher(self, way: Wire, src: int) -> Callable[[], Tensor | None]:
-        """Gives the next message if it is one plain tensor, and there, and no other was asked for before it."""
+        """Gives the next message if it is one plain tensor, and there or about to come, and no other was asked for
+        before it."""
         if not _short(way):
             return lambda: None
-        watch, waiting = self._watch, self._inlet(src, PLANS)
+        watch, waiting, clock, look = self._watch, self._inlet(src, PLANS), time.perf_counter, self.look
         fetch, asked = waiting.inlet.fetcher(way.specs[0], way.sizes[0]), waiting.asked
 
         def take() -> Tensor | None:
             if asked or watch.broken is not None:
                 return None
             found = fetch()
+            if found is None and look:
+                until = clock() + look
+                while found is None and clock() < until:
+                    found = fetch()
             if found is not None:
                 waiting.number += 1
             return found
