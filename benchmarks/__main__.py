@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,6 +23,7 @@ from benchmarks.command import save
 from benchmarks.measure import about, load
 from benchmarks.report import PAGE, RESULTS, write
 
+NARROW = ("--narrow", "200mbit", "--mb", "1")
 FOUR = ("--ranks", "4", "--sizes", "medium")
 
 #: name -> (module, its arguments, those of a quick run)
@@ -35,13 +38,21 @@ BENCHES: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
     "scale": ("bench_scale", (), ("--rounds", "1", "--schedules", "1F1B")),
     "schedules": ("bench_schedules", (), ("--ranks", "8", "--microbatches", "16", "--rounds", "1", "--large", "")),
     "optimizer": ("bench_optimizer", (), ("--rounds", "2", "--sides", "32")),
+    "overlap": ("bench_overlap", ("--torch", "--width", "64"), ("--rounds", "1", "--mb", "1", "--microbatches", "4")),
+    "narrow": ("bench_overlap", (*NARROW, "--microbatches", "24", "--rounds", "3", "--torch"),
+               (*NARROW, "--microbatches", "4", "--rounds", "1", "--layers", "4")),
     "gpu": ("bench_gpu", (), ("--rounds", "1", "--width", "256", "--tokens", "64")),
 }  # fmt: skip
 UNASKED = [name for name in BENCHES if name != "gpu"]
+#: what a benchmark needs beside processors -> what it is left out without
+NEEDED = {"narrow": ("ip", "tc")}
 
 
 def run(name: str, quick: bool, into: Path) -> int:
     """One benchmark; what it found is written with what it ran on."""
+    if name in NEEDED and (os.geteuid() != 0 or not all(map(shutil.which, NEEDED[name]))):
+        print(f"\n---- {name} is left out: it needs root, and the commands {', '.join(NEEDED[name])}")
+        return 0
     module, full, short = BENCHES[name]
     print(f"\n---- {name}: {module}, load {load()} " + "-" * 40 + "\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -5,7 +5,12 @@ communication alone to take ``--share`` of compute alone; then woven, sequential
 and, with ``--torch``, torch's own DualPipeV take turns. All figures are medians over the rounds; ratios are medians of
 the ratios of neighbouring runs.
 
+Between two processes of one small host the cores that compute also move the bytes, and there is little to hide. The
+plain check says how much: one exchange beside products of matrices, without a library. ``narrow_link.sh`` puts a link
+between them that takes its time without a core.
+
     python benchmarks/bench_overlap.py [--torch] [--schedule Overlapped1F1B] [--mb 8] [--share 0.75]
+    python benchmarks/bench_overlap.py --narrow 200mbit --mb 1 --microbatches 24 --rounds 3
     torchrun --nproc-per-node 2 benchmarks/bench_overlap.py --link     # over a link that is set up by hand
 """
 
@@ -15,9 +20,12 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,6 +92,28 @@ class Bench:
         part = self.x[: self.rows]
         for _ in range(4 * self.stages * self.given.microbatches):
             ops.all_to_all(part, self.world)
+
+    def plain(self) -> tuple[float, float]:
+        """How far the machine overlaps at all: an exchange beside products of matrices of the same length, over the
+        longer of the two; and how much of a core an exchange alone keeps busy, in this process."""
+        part, side = self.x[: self.rows], torch.randn(256, 256)
+        taken = torch.empty_like(part)
+        start_exchange = lambda: dist.all_to_all_single(taken, part, async_op=True)
+        exchange = lambda: start_exchange().wait()  # type: ignore[union-attr]
+        busy, start = time.process_time(), time.perf_counter()
+        long = statistics.median(timed(exchange) for _ in range(9))
+        busy = (time.process_time() - busy) / (time.perf_counter() - start)
+        one = statistics.median(timed(lambda: [torch.mm(side, side) for _ in range(20)]) for _ in range(5)) / 20
+        count = max(1, round(agreed(long / one)))
+        products = lambda: [torch.mm(side, side) for _ in range(count)]
+
+        def both() -> None:
+            work = start_exchange()
+            products()
+            work.wait()  # type: ignore[union-attr]
+
+        longer = max(long, statistics.median(timed(products) for _ in range(9)))
+        return agreed(statistics.median(timed(both) for _ in range(9)) / longer), agreed(busy)
 
     def torchs(self, layers: int) -> Callable[[], Any]:
         """The same model under torch.distributed.pipelining's DualPipeV."""
@@ -166,6 +196,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "woven/sequential": round(ratio("woven", "sequential"), 3),
         "woven/longer": round(statistics.median(x / y for x, y in zip(times["woven"], longer, strict=True)), 3),
     }  # fmt: skip
+    both, busy = bench.plain()
+    found |= {"plain check: both/longer": round(both, 3), "plain check: core busy": round(busy, 2)}
     if given.torch:
         found["woven/torch"] = round(ratio("woven", "torch"), 3)
     return found
@@ -180,7 +212,15 @@ def _layers(bench: Bench, share: float) -> int:
     return max(1, round(agreed(1 + (carry / share - one) / max((five - one) / 4, 1e-6))))
 
 
-def main() -> None:
+def narrowed(rate: str) -> int:
+    """The same by ``narrow_link.sh``; its exit status."""
+    at = sys.argv.index("--narrow")
+    script = Path(__file__).with_name("narrow_link.sh")
+    command = ["sh", str(script), rate, sys.executable, __file__, "--link", *sys.argv[1:at], *sys.argv[at + 2 :]]
+    return subprocess.run(command, check=False).returncode
+
+
+def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedule", default="DualPipeV")
@@ -192,14 +232,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--torch", action="store_true", help="torch.distributed.pipelining's DualPipeV too")
     parser.add_argument("--link", action="store_true", help="this is one of two processes already")
+    parser.add_argument("--narrow", metavar="RATE", help="between two network namespaces, such as 200mbit (needs root)")
+    parser.add_argument("--json", help="write what was found into this file too")
     given = parser.parse_args()
+    if given.narrow:
+        return narrowed(given.narrow)
     warnings.filterwarnings("ignore")
     found = measure(given) if given.link else fpipe.launch(measure, given, ranks=2, timeout=600)[0]
     if not given.link or dist.get_rank() == 0:
         print(json.dumps(found, indent=1))
+        if given.json:
+            Path(given.json).write_text(json.dumps([found], indent=1) + "\n", encoding="utf-8")
     if given.link:
         dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

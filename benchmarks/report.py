@@ -160,6 +160,31 @@ def _optimizer(found: Any) -> Iterator[str]:
     yield from _table(("ms, and the ratio to torch", *(f"{side} x {side}" for side in found)), lines)
 
 
+def _overlap(rows: Rows) -> Iterator[str]:
+    for r in rows:
+        share = r["communication/compute"]
+        within = 0.5 <= share <= 1.0  # what the bounds are for
+        most = (0.75, 1.15) if within else (float("inf"), float("inf"))
+        plain = f"{r['plain check: both/longer']:.2f}"
+        yield from _table(
+            ("", "ms", "woven / it", "at most"),
+            [
+                ["woven", f"{r['woven ms']:,.0f}", "", ""],
+                ["sequential", f"{r['sequential ms']:,.0f}",
+                 _kept(r["woven/sequential"], most[0], f"{r['woven/sequential']:.2f}"), "0.75" if within else ""],
+                [f"the longer of compute ({r['compute ms']:,.0f}) and communication ({r['communication ms']:,.0f})",
+                 f"{max(r['compute ms'], r['communication ms']):,.0f}",
+                 _kept(r["woven/longer"], most[1], f"{r['woven/longer']:.2f}"), "1.15" if within else plain],
+                ["torch's DualPipeV", f"{r['torch ms']:,.0f}", f"{r['woven/torch']:.2f}", ""],
+            ],
+        )  # fmt: skip
+        yield ""
+        yield (
+            f"Communication over compute {share:.2f}. The plain check: both together {plain} of the longer; an "
+            f"exchange alone keeps {r['plain check: core busy']:.0%} of a core busy."
+        )
+
+
 def _gpu(rows: Rows) -> Iterator[str]:
     cell = lambda value: "" if value is None else f"{value:.3f}"
     lines = [
@@ -191,6 +216,16 @@ _COLD = (
     "then a second pipeline of the same functions. Best of three cold processes; torch is imported before."
 )
 _SCALE = "256 ranks, 2,048 microbatches: one rank's plan, of the rank that takes longest; and the whole schedule."
+_OVERLAP = (
+    "Two processes with experts of each other's tokens, DualPipeV, two all_to_all in every stage. Here the two cores "
+    "that compute also move the bytes, so little can be hidden. The plain check, one exchange beside products of "
+    "matrices of the same length without any library, says how much; woven over the longer is held to that. And an "
+    "exchange is short beside the least that a stage can compute."
+)
+_NARROW = (
+    "The same between two network namespaces with 200 mbit between them, where a byte takes time and no core: 24 "
+    "microbatches, 1 MB an exchange, sized for communication alone to take three quarters of compute alone."
+)
 
 #: result -> (title, what was done, the table)
 SECTIONS: dict[str, tuple[str, str, Callable[[Any], Iterator[str]]]] = {
@@ -212,6 +247,8 @@ SECTIONS: dict[str, tuple[str, str, Callable[[Any], Iterator[str]]]] = {
         "200 parameters in 8 stages; torch's is foreach AdamW, or clipping and it.",
         _optimizer,
     ),
+    "overlap": ("Woven forwards and backwards, on one host", _OVERLAP, _overlap),
+    "narrow": ("Woven forwards and backwards, over a narrow link", _NARROW, _overlap),
     "gpu": ("On one GPU", "A local group of four ranks on the one GPU, ZBV; `make bench-gpu`.", _gpu),
 }
 

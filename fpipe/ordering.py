@@ -93,7 +93,8 @@ def _measure_links(jobs: Mapping[int, Job]) -> None:
         if told is None or all(known for known, _ in told):
             continue
         large = min(max(size for _, size in told), _MOST)
-        found = tell_members(name, (time_members(name, _LEAST), time_members(name, large), pace(devices[name])))
+        kind = devices[name]
+        found = tell_members(name, (time_members(name, _LEAST, kind), time_members(name, large, kind), pace(kind)))
         assert found is not None
         small, long, paced = (median(each[k] for each in found) for k in (0, 1, 2))
         LINKS[name] = Link(int(small * 1e9), (large - _LEAST) / max(1.0, (long - small) * 1e9), paced)

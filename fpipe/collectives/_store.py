@@ -55,17 +55,22 @@ def tell_members(name: str, obj: Any) -> list[Any] | None:
     return said
 
 
-def time_members(name: str, nbytes: int) -> float:
-    """Seconds that an exchange of so many bytes takes between all members of a process group, who all call this."""
+_ROW = 4  #: exchanges that are timed together
+
+
+def time_members(name: str, nbytes: int, device: str) -> float:
+    """Seconds that an exchange of so many bytes takes between all members of a process group, who all call this.
+
+    One of several in a row, as in a step: over one connection two directions may take turns, or not, by chance.
+    """
     pg = _resolve_process_group(name)  # pyright: ignore[reportArgumentType]
-    kind = "cpu" if dist.get_backend(pg) == "gloo" else torch.accelerator.current_accelerator() or "cpu"
-    given = torch.zeros(max(1, nbytes // 4 // pg.size()) * pg.size(), device=kind)
-    taken, found = torch.empty_like(given), float("inf")
-    for _ in range(3):  # the first makes connections
-        dist.barrier(group=pg)
-        start = time.perf_counter()
+    given = torch.zeros(max(1, nbytes // 4 // pg.size()) * pg.size(), device=device)
+    taken = torch.empty_like(given)
+    dist.all_to_all_single(taken, given, group=pg)  # the first makes connections
+    dist.barrier(group=pg)
+    start = time.perf_counter()
+    for _ in range(_ROW):
         dist.all_to_all_single(taken, given, group=pg)
-        if given.device.type != "cpu":
-            torch.accelerator.synchronize()
-        found = min(found, time.perf_counter() - start)
-    return found
+    if device != "cpu":
+        torch.accelerator.synchronize()
+    return (time.perf_counter() - start) / _ROW
