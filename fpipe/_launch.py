@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from ._malloc import keep_freed
 from ._outcome import GRACE, Report, call, environment, raise_first, store
 from ._ray import launch as on_ray
 from .errors import LaunchError
@@ -37,7 +38,7 @@ def launch(
     Inside, ``fpipe.init()`` finds its peers. What the function returns must be picklable. ``start`` is a start method
     of multiprocessing: a script's function is imported anew in each process (keep the call under ``if __name__ ==
     "__main__"``), a notebook's is forked. ``timeout`` bounds the whole run, in seconds; ``env`` is added to the
-    environment of each process.
+    environment of each process. They keep what they free for their next step, unless a ``MALLOC_`` variable is set.
 
     ``on="ray"`` takes one actor of a Ray cluster for each rank instead, each with an accelerator where the cluster has
     some (``"ray:NPU"``, ``"ray:CPU"`` name what each shall have); it needs ``pip install fpipe[ray]``.
@@ -124,6 +125,7 @@ def _start(context: Any, fn: Callable[..., Any], args: tuple[Any, ...], env: dic
 def _run(pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str]) -> None:
     """In the new process: call, and report."""
     os.environ.update(env)
+    keep_freed()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, name="fpipe-parent", daemon=True).start()
     pipe.send_bytes(call(fn, args, int(env["RANK"])))

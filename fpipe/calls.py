@@ -16,13 +16,14 @@ import torch
 
 from . import tree
 from .ambient import ambient, without_autocast
-from .collect import Collected, added, collect, output_tree
+from .collect import Collected, collect, output_tree
 from .debugging import check, check_leaks, debugging
 from .errors import BatchError, StageError
 from .feed import Feeder, Values, weights
 from .microbatch import Microbatches, Parts, count, merge, split
 from .resolve import Group1, Request, Resolved, resolve
 from .run import Bound, drive, execute, registers
+from .scalars import added
 from .sharding import Layout
 from .tree import matches
 

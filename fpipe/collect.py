@@ -17,6 +17,7 @@ from .plan import Kinds, grad_key, reduced_key, spec_of
 from .resolve import Resolved
 from .route import Key
 from .run import Bound, Registers, StepFn
+from .scalars import added, packed, unpacked
 from .stage import Aval, Programs
 
 if TYPE_CHECKING:
@@ -28,23 +29,8 @@ def collect(pipe: Pipeline, resolved: Resolved, regs: Mapping[int, Registers], v
     return Collected(pipe, resolved, regs, values)
 
 
-def added(values: Sequence[torch.Tensor], weight: float | None = None) -> torch.Tensor:
-    """One after another, in their order: so one process that runs the microbatches in turn adds them.
-
-    >>> added([torch.tensor(1.0), torch.tensor(2.0)], 0.5)
-    tensor(1.5000)
-    """
-    where = values[0].device
-    row = torch.stack([value if value.device == where else value.to(where) for value in values])
-    total, *rest = (row if weight is None else row.mul_(weight)).unbind()
-    total = total.clone()
-    for value in rest:
-        total.add_(value)
-    return total
-
-
-def _bytes(scalar: torch.Tensor) -> torch.Tensor:
-    return scalar.reshape(1).view(torch.uint8)
+def _row(kinds: Sequence[torch.dtype]) -> Spec:
+    return Spec((sum(dtype.itemsize for dtype in kinds),), (1,), torch.uint8)
 
 
 def _then_tell(step: StepFn) -> StepFn:
@@ -183,18 +169,15 @@ class Collected:
     def _shared(self, values: list[Any] | None, dtypes: list[torch.dtype], rank: int) -> list[Any]:
         """A rank's scalars on every rank, as one row of bytes: the tag of the plan that made them, then theirs."""
         device = self.group.device(self.group.here[0])
-        tag = self.resolved.memo("tag", lambda: _bytes(torch.tensor(self.resolved.tag, device=device)))
-        sizes = [tag.numel(), *(dtype.itemsize for dtype in dtypes)]
-        row = None if values is None else (torch.cat([tag, *map(_bytes, values)]),)
-        (row,) = self.group.share(row, (Spec((sum(sizes),), (1,), torch.uint8),), rank)
+        tag = self.resolved.memo("tag", lambda: torch.tensor(self.resolved.tag, device=device))
+        kinds = [tag.dtype, *dtypes]
+        spec = self.resolved.memo(f"row of {kinds}", lambda: (_row(kinds),))
+        (row,) = self.group.share(None if values is None else (packed([tag, *values]),), spec, rank)
         if values is not None:
             return values
-        told, at, made = bytearray(row.tolist()), 0, []
-        for dtype in (torch.int64, *dtypes):
-            made.append(torch.frombuffer(told, dtype=dtype, count=1, offset=at).reshape(()))
-            at += dtype.itemsize
-        self._same_plan(rank, int(made[0]))
-        return [value.to(device) for value in made[1:]]
+        told, *made = unpacked(row, kinds)
+        self._same_plan(rank, int(told))
+        return [value.to(device) for value in made]
 
     def _same_plan(self, rank: int, tag: int) -> None:
         """Shapes may agree by chance where plans do not: then a loss would arrive that belongs to another step."""

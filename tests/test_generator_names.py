@@ -61,6 +61,13 @@ def mine() -> Iterator[str]:
     unregister_schedule(name)
 
 
+@pytest.mark.parametrize("counts", [(4, 10**7), (10**9, 1), (10**5, 10**5)])
+@pytest.mark.parametrize("name", schedule_names())
+def test_what_no_memory_holds_is_refused_at_once(name: str, counts: tuple[int, int]) -> None:
+    with pytest.raises(ScheduleError, match=r"actions at least.*at most 16,777,216.*fewer microbatches"):
+        make_schedule(name, *counts)
+
+
 def test_register_as_a_call_and_as_a_decorator(mine: str) -> None:
     def reversed_gpipe(ranks: int, microbatches: int) -> Schedule:
         return make_schedule("LoopedBFS", ranks, microbatches, stages=ranks)

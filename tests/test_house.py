@@ -18,7 +18,7 @@ ROOT = Path(fpipe.__file__).parent
 
 #: A module imports only from floors below its own; a package's files may import each other, but not in a circle.
 FLOORS = (
-    ("errors", "_version"),
+    ("errors", "_version", "_malloc"),
     ("actions", "weaving"),
     ("text", "walk", "weaver"),
     ("check", "pictures"),
@@ -58,7 +58,7 @@ FLOORS = (
     ("costing",),
     ("debugging",),
     ("resolve",),
-    ("feed", "_spelled"),
+    ("feed", "_spelled", "scalars"),
     ("collect",),
     ("calls",),
     ("nested",),

@@ -106,19 +106,35 @@ class Outlet(_End):
 
     def carrier(self, spec: Spec, nbytes: int) -> Callable[[Tensor], bool]:
         """:meth:`put`, made ready for messages of one tensor that is laid out as its Spec says; False where one is not,
-        or where nothing may overtake what waits: then it was not sent."""
+        or where nothing may overtake what waits: then it was not sent.
+
+        Every message of a plan passes here, so what the methods do is written out.
+        """
         (piece,) = pieces((nbytes,))
-        (shape, stride, dtype), size = spec, piece.size
-        move, area, late, announce = ctypes.memmove, self.area, self.late, self._announce
+        (shape, stride, dtype), size, last = spec, piece.size, AREA - piece.size
+        move, area, notes, sent, asleep, bell = ctypes.memmove, self.area, self.notes, self.sent, self.asleep, self.bell
+        live, late, room, fence, wake = self._live, self.late, self._room, _futex.fence, _futex.wake
 
         def carry(tensor: Tensor) -> bool:
             if tensor.stride() != stride or tensor.shape != shape or tensor.dtype is not dtype or tensor.is_neg():
                 return False
-            start = -1 if late else self._room(size)
-            if start < 0:
+            if late:
                 return False
+            start = live[-1][1] if live else 0
+            if not (0 < len(live) < _UNASKED and live[0][0] < start <= last):
+                start = room(size)
+                if start < 0:
+                    return False
             move(area + start, tensor.data_ptr(), nbytes)
-            announce(start, size)
+            count = self.count
+            note = 2 * (count % NOTES)
+            notes[note], notes[note + 1] = start, size
+            live.append((start, start + size))
+            self.count = count + 1
+            sent.value = (count + 1) & _MASK
+            fence()
+            if asleep.value:
+                wake(bell)
             return True
 
         return carry
@@ -138,19 +154,15 @@ class Outlet(_End):
         at = self.area + start
         for index, skip, size, place in piece.parts:
             ctypes.memmove(at + place, buffers[index].data_ptr() + skip, size)
-        self._announce(start, piece.size)
-        return True
-
-    def _announce(self, start: int, size: int) -> None:
-        """Note where a piece was put, count it, and wake the receiver where it sleeps."""
         note = 2 * (self.count % NOTES)
-        self.notes[note], self.notes[note + 1] = start, size
-        self._live.append((start, start + size))
+        self.notes[note], self.notes[note + 1] = start, piece.size
+        self._live.append((start, start + piece.size))
         self.count += 1
         self.sent.value = self.count & _MASK
         _futex.fence()
         if self.asleep.value:
             _futex.wake(self.bell)
+        return True
 
     def _room(self, size: int) -> int:
         """Where so many bytes in a row are free; -1 where nowhere."""
@@ -191,38 +203,30 @@ class Inlet(_End):
     def fetcher(self, spec: Spec, nbytes: int) -> Callable[[], Tensor | None]:
         """:meth:`take`, made ready for messages of one plain tensor; None where the next is not there, or another."""
         (piece,) = pieces((nbytes,))
-        (shape, _, dtype), size = spec, piece.size
-        move, sent, next_one = ctypes.memmove, self.sent, self._next
+        (shape, _, dtype), size, new = spec, piece.size, torch.empty
+        move, sent, taken, notes, area = ctypes.memmove, self.sent, self.taken, self.notes, self.area
 
         def fetch() -> Tensor | None:
-            if sent.value == self.count & _MASK:
+            count = self.count
+            note = 2 * (count % NOTES)
+            if sent.value == count & _MASK or notes[note + 1] != size:
                 return None
-            at = next_one(size)
-            if at < 0:
-                return None
-            found = torch.empty(shape, dtype=dtype)
-            move(found.data_ptr(), at, nbytes)
-            self._took()
+            found = new(shape, dtype=dtype)
+            move(found.data_ptr(), area + notes[note], nbytes)
+            self.count = count + 1
+            taken.value = (count + 1) & _MASK
             return found
 
         return fetch
 
     def take(self, buffers: Sequence[Tensor], piece: Piece) -> bool:
         """Copy the next piece, which is there, out into buffers; False where it is not of this size."""
-        at = self._next(piece.size)
-        if at < 0:
+        note = 2 * (self.count % NOTES)
+        if self.notes[note + 1] != piece.size:
             return False
+        at = self.area + self.notes[note]
         for index, skip, size, place in piece.parts:
             ctypes.memmove(buffers[index].data_ptr() + skip, at + place, size)
-        self._took()
-        return True
-
-    def _next(self, size: int) -> int:
-        """Where the next piece, which is there, lies; -1 where it is not of this size."""
-        note = 2 * (self.count % NOTES)
-        return self.area + self.notes[note] if self.notes[note + 1] == size else -1
-
-    def _took(self) -> None:
-        """Count a piece that was copied out, so that its room is free."""
         self.count += 1
         self.taken.value = self.count & _MASK
+        return True

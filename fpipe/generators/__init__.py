@@ -61,6 +61,8 @@ _TABLE = (
     _Entry("Chimera", make_chimera, 1, exactly=True),
     _Entry("Hanayo", make_hanayo, 2, step=2),
 )
+#: No larger schedule is made: this one takes some six gibibytes.
+MOST_ACTIONS = 1 << 24
 _ALSO = {"ZBV": "ZBVZeroBubble"}
 
 
@@ -111,10 +113,22 @@ def make_schedule(name: str, ranks: int, microbatches: int, stages: int | None =
     key = _key(name) if isinstance(name, str) else ""
     if key in _BUILT_IN:
         entry = _BUILT_IN[key]
-        return entry.make(ranks, microbatches, _stages(entry, ranks, stages))
+        count = _stages(entry, ranks, stages)
+        _check_size(max(count, ranks), microbatches)
+        return entry.make(ranks, microbatches, count)
     if key in _REGISTERED:
         return _registered(*_REGISTERED[key], ranks, microbatches, stages)
     raise ScheduleError(_unknown(name), rule="name")
+
+
+def _check_size(stages: int, microbatches: int) -> None:
+    """A schedule is held whole: one that no memory would hold is refused before it is begun."""
+    if 2 * stages * microbatches > MOST_ACTIONS:
+        raise ScheduleError(
+            f"{stages} stages and {microbatches} microbatches are {2 * stages * microbatches:,} actions at least, "
+            f"which nothing here can hold; at most {MOST_ACTIONS:,} are made. Give fewer microbatches a step",
+            rule="size",
+        )
 
 
 @overload

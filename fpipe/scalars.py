@@ -1,0 +1,69 @@
+"""Scalars of a step, such as its losses: added in the order of their microbatches, and as a row of bytes.
+
+On a CPU they go through Python's own numbers, since a few operations on single elements cost as much as a small stage.
+A product or a sum of two float32 numbers, taken in float64 and rounded once, has the bits of float32's own. Knows
+nothing of stages and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from ctypes import c_float, string_at
+
+import torch
+
+#: What rounds a Python number to a dtype.
+_ROUNDED: dict[torch.dtype, Callable[[float], float]] = {
+    torch.float64: float,
+    torch.float32: lambda number: c_float(number).value,
+}
+
+
+def added(values: Sequence[torch.Tensor], weight: float | None = None) -> torch.Tensor:
+    """One after another, each times the weight: so one process that runs the microbatches in turn adds them.
+
+    >>> added([torch.tensor(1.0), torch.tensor(2.0)], 0.5)
+    tensor(1.5000)
+    """
+    where, dtype = values[0].device, values[0].dtype
+    rounded = _ROUNDED.get(dtype)
+    if rounded is not None and all(value.device.type == "cpu" and value.dtype is dtype for value in values):
+        return torch.tensor(_in_python([value.item() for value in values], weight, rounded), dtype=dtype)
+    row = torch.stack([value.to(where) for value in values])
+    total, *rest = (row if weight is None else row.mul_(weight)).unbind()
+    total = total.clone()
+    for value in rest:
+        total.add_(value)
+    return total
+
+
+def _in_python(numbers: Sequence[float], weight: float | None, rounded: Callable[[float], float]) -> float:
+    if weight is not None:
+        weight = rounded(weight)
+        numbers = [rounded(number * weight) for number in numbers]
+    total = numbers[0]
+    for number in numbers[1:]:
+        total = rounded(total + number)
+    return total
+
+
+def packed(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Their bytes in a row.
+
+    >>> unpacked(packed([torch.tensor(7), torch.tensor(0.5)]), [torch.int64, torch.float32])
+    [tensor(7), tensor(0.5000)]
+    """
+    if all(value.device.type == "cpu" for value in values):
+        plain = [value.resolve_neg() for value in values]
+        row = bytearray(b"".join([string_at(value.data_ptr(), value.itemsize) for value in plain]))
+        return torch.frombuffer(row, dtype=torch.uint8)
+    return torch.cat([value.reshape(1).view(torch.uint8) for value in values])
+
+
+def unpacked(row: torch.Tensor, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+    """The scalars of a row, on the CPU."""
+    told, at, made = bytearray(row.tolist()), 0, []
+    for dtype in dtypes:
+        made.append(torch.frombuffer(told, dtype=dtype, count=1, offset=at).reshape(()))
+        at += dtype.itemsize
+    return made
