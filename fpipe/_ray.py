@@ -18,7 +18,8 @@ from ._outcome import GRACE, Report, call, environment, raise_first, store
 from .errors import LaunchError
 
 ACCELERATORS = ("GPU", "NPU", "XPU", "HPU")  #: resources of Ray, in the order in which they are looked for
-_PATIENCE = 60.0  #: seconds to wait for the cluster to have room
+_PATIENCE = 60.0  #: seconds to wait for the cluster to have room, as one that grows will
+_RETURN = 5.0  #: at least so many: what an earlier run held comes back late
 
 
 def launch(
@@ -37,7 +38,7 @@ def launch(
     group = ray.util.placement_group([bundle] * ranks, strategy="PACK")
     actors: list[Any] = []
     try:
-        if not group.wait(_PATIENCE if timeout is None else min(timeout, _PATIENCE)):
+        if not group.wait(_PATIENCE if timeout is None else min(max(timeout, _RETURN), _PATIENCE)):
             raise LaunchError(_no_room(ranks, bundle, ray.cluster_resources()))
         actors = [_actor(ray, group, index, bundle) for index in range(ranks)]
         nodes = ray.get([actor.node.remote() for actor in actors])

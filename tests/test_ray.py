@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fpipe import launch
+from fpipe import _ray, launch
 from fpipe._ray import _adjacent, _environments
 from fpipe.errors import LaunchError
 
@@ -64,7 +64,8 @@ def test_late_ranks_are_ended():
         launch(time.sleep, 60, ranks=1, on="ray:CPU", timeout=1)
 
 
-def test_what_the_cluster_does_not_have_is_named():
+def test_what_the_cluster_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_ray, "_RETURN", 0.0)
     with pytest.raises(LaunchError, match="ranks=2 need 2 CPU, 2 XPU and the Ray cluster has 2 CPU, 1 XPU"):
         launch(os.getpid, ranks=2, on="ray", timeout=1)  # the accelerator is found by itself
 
