@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
 from benchmarks.command import options, save
+from benchmarks.measure import begin
 from benchmarks.stages import square
 from fpipe.collectives.nearby import SWITCH
 
@@ -170,7 +171,7 @@ def _one(name, group, rank, ranks, size, microbatches, rounds):
     times = {"fpipe": [], "torch": []}
     for i in range(rounds + 3):
         for who, step in (("fpipe", ours), ("torch", theirs)):
-            took = torch.tensor([_timed(step)])
+            took = torch.tensor([_timed(step, group)])
             dist.all_reduce(took, op=dist.ReduceOp.MAX)
             if i >= 3:
                 times[who].append(took.item())
@@ -195,9 +196,8 @@ def _one(name, group, rank, ranks, size, microbatches, rounds):
             "plan bytes": plan.item()}  # fmt: skip
 
 
-def _timed(step) -> float:
-    dist.barrier()
-    start = time.perf_counter()
+def _timed(step, group) -> float:
+    start = begin(group)
     step()
     return time.perf_counter() - start
 
