@@ -38,7 +38,8 @@ def launch(
     Inside, ``fpipe.init()`` finds its peers. What the function returns must be picklable. ``start`` is a start method
     of multiprocessing: a script's function is imported anew in each process (keep the call under ``if __name__ ==
     "__main__"``), a notebook's is forked. ``timeout`` bounds the whole run, in seconds; ``env`` is added to the
-    environment of each process. They keep what they free for their next step, unless a ``MALLOC_`` variable is set.
+    environment of each process. Processes of this machine keep what they free for their next step, unless a ``MALLOC_``
+    variable, or ``GLIBC_TUNABLES`` for malloc, is set.
 
     ``on="ray"`` takes one actor of a Ray cluster for each rank instead, each with an accelerator where the cluster has
     some (``"ray:NPU"``, ``"ray:CPU"`` name what each shall have); it needs ``pip install fpipe[ray]``.

@@ -389,6 +389,9 @@ def vjp(pipe: Pipeline, params: Any, x: Any, *, seed: int | None = None, **side:
     """
     if pipe.loss is not None:
         raise StageError("vjp takes a pipeline without a loss; leave loss= out, or use value_and_grad")
+    scalar = next((stage.label for stage in pipe.functions if stage.aux_loss), None)
+    if scalar is not None:
+        raise StageError(f"stage {scalar} has aux_loss=True, and without a loss there is no total that it could join")
     return Call(pipe, params, x, (), side, mode="vjp", seed=seed, wanted=(0, 1)).vjp()
 
 

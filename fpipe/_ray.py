@@ -19,7 +19,7 @@ from .errors import LaunchError
 
 ACCELERATORS = ("GPU", "NPU", "XPU", "HPU")  #: resources of Ray, in the order in which they are looked for
 _PATIENCE = 60.0  #: seconds to wait for the cluster to have room, as one that grows will
-_RETURN = 5.0  #: at least so many: what an earlier run held comes back late
+_RETURN = 5.0  #: at least so many, however short the run may be: what an earlier one held comes back late
 
 
 def launch(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -124,8 +125,8 @@ class Collected:
             if self.alone:
                 assert total is not None
                 return total
-            aval = next(aval for where, _, aval in wanted if where[0] == self.stages)
-            return self._shared(None if total is None else [total], [aval.dtype], rank)[0]
+            dtype = reduce(torch.promote_types, (aval.dtype for _, _, aval in wanted))
+            return self._shared(None if total is None else [total], [dtype], rank)[0]
         found: dict[tuple[int, int], torch.Tensor] = {}
         for rank, wanted in sources:
             values = [self._get(rank, key) for _, key, _ in wanted] if rank in self.group.here else None

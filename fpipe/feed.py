@@ -138,8 +138,7 @@ class Feeder:
     def fill(self, r: Registers, values: Values) -> None:
         """Lay a call's values into the registers."""
         for slot, stage, index in self.params:
-            leaf = values.params[stage][index]
-            r[slot] = leaf if type(leaf) is torch.Tensor and not leaf.requires_grad else leaf.detach()
+            r[slot] = values.params[stage][index].detach()
         for slot, stage, index in self.states:
             r[slot] = values.states[stage][index]
         if self.x:

@@ -176,10 +176,15 @@ class Lowering:
             key = reads[place]
             if zero is None:
                 self.traffic.fetch(key)
-            elif key not in self.here:
-                self.out.append(Step("ZERO", action, writes=(key,), avals=(zero,)))
-                self.here.add(key)
+            else:
+                self._zero(action, key, zero)
         return reads
+
+    def _zero(self, action: Action, key: Key, aval: Aval) -> None:
+        """A cotangent that nobody makes."""
+        if key not in self.here:
+            self.out.append(Step("ZERO", action, writes=(key,), avals=(aval,)))
+            self.here.add(key)
 
     def _pattern(self, own: Programs, program: Program, stage: int, mb: int) -> _Reads:
         """The reads of a program for the kind of a microbatch: found once, unless there is state, which moves on."""
@@ -189,7 +194,7 @@ class Lowering:
             keys = [self.key(own, stage, mb, name) for name in program.inputs]
             seen_to: list[tuple[int, Aval | None]] = []
             for place, (key, name) in enumerate(zip(keys, program.inputs, strict=True)):
-                if key[:2] == (stage, mb) and key[2].startswith("0dy"):
+                if _unmade(key, stage, mb):
                     seen_to.append((place, own.y_avals[int(name[2:])]))
                 elif key[0] != stage:
                     seen_to.append((place, None))
@@ -234,7 +239,11 @@ class Lowering:
             into.append(target)
             values.append(self.key(own, stage, mb, name))
             sums += [_sum_of(own.dp_avals[name], self.job.wide)] if name in own.dp_avals else []
-            self.traffic.fetch(values[-1])
+            zero = own.y_avals[int(name[2:])] if _unmade(values[-1], stage, mb) else None
+            if zero is None:
+                self.traffic.fetch(values[-1])
+            else:  # a cotangent that is a gradient as it is, of an output that nobody uses
+                self._zero(action, values[-1], zero)
             if target in self.added:
                 how.append("add")
             else:
@@ -310,6 +319,11 @@ class Lowering:
             for stage, own in kinds.programs.items():
                 if own.aux is not None and path[stage] == self.rank:
                     yield self.key(own, stage, mb, own.aux)
+
+
+def _unmade(key: Key, stage: int, mb: int) -> bool:
+    """Whether a key is that of a cotangent which no later stage gives."""
+    return key[:2] == (stage, mb) and key[2].startswith("0dy")
 
 
 def _sum_of(aval: Aval, wide: torch.dtype | None) -> Aval:

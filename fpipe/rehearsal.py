@@ -17,7 +17,7 @@ import torch
 
 from . import _fake, tree
 from ._purity import guarding, is_fake, watching
-from .collectives.group import arriving
+from .collectives.group import arriving, contiguous
 from .errors import ActionError, FpipeError, StageError, TraceError
 from .signature import Outputs, Signature, call, outputs_from, wants
 from .splitting import GradientEdge, Node, all_nodes, both, get_gradient_edge, saved_tensors, survey
@@ -180,7 +180,9 @@ def _weigh(stage: Stage, told: Told, groups: Sequence[Sequence[Any]], outs: Sequ
 
 
 def _landed(aval: Aval) -> Aval:
-    return aval._replace(stride=arriving(aval.shape, aval.stride))
+    """As it arrives elsewhere. Where it is one number all over, a run may store that once or in full: in full, then."""
+    stride = arriving(aval.shape, aval.stride)
+    return aval._replace(stride=contiguous(aval.shape) if 0 in stride else stride)
 
 
 def _bytes(tensors: Iterable[torch.Tensor], callers: set[int]) -> int:

@@ -28,7 +28,8 @@ def added(values: Sequence[torch.Tensor], weight: float | None = None) -> torch.
     where, dtype = values[0].device, values[0].dtype
     rounded = _ROUNDED.get(dtype)
     if rounded is not None and all(value.device.type == "cpu" and value.dtype is dtype for value in values):
-        return torch.tensor(_in_python([value.item() for value in values], weight, rounded), dtype=dtype)
+        total = _in_python([value.item() for value in values], weight, rounded)
+        return torch.tensor(total, dtype=dtype, device="cpu")  # whatever the default device is
     row = torch.stack([value.to(where) for value in values])
     total, *rest = (row if weight is None else row.mul_(weight)).unbind()
     total = total.clone()

@@ -17,11 +17,18 @@ from .stage import Aval, Programs, Stage
 
 #: How many traces of one function are kept; the oldest goes.
 KEPT = 512
-#: So many that differ in numbers alone are too many.
-ALIKE = 64
+#: So many that differ in numbers alone are too many: more than a pipeline has stages that know their own number.
+ALIKE = 256
 
-_WEAKLY: weakref.WeakKeyDictionary[Any, dict[Any, Programs]] = weakref.WeakKeyDictionary()
-_STRONGLY: dict[Any, dict[Any, Programs]] = {}
+
+class _Traces(dict[Any, Programs]):
+    """Those of one function, the oldest first; and whether its user was told that they are too many."""
+
+    told = False
+
+
+_WEAKLY: weakref.WeakKeyDictionary[Any, _Traces] = weakref.WeakKeyDictionary()
+_STRONGLY: dict[Any, _Traces] = {}
 #: Eager programs hold their function, so they are kept as long as somebody uses them.
 _EAGER: weakref.WeakValueDictionary[Any, Programs] = weakref.WeakValueDictionary()
 
@@ -46,23 +53,24 @@ def kept(stage: Stage, signature: Signature, under: Any, make: Callable[[Stage, 
     return found
 
 
-def _of(fn: Callable[..., Any]) -> dict[Any, Programs]:
+def _of(fn: Callable[..., Any]) -> _Traces:
     try:
-        return _WEAKLY.setdefault(fn, {})
+        return _WEAKLY.setdefault(fn, _Traces())
     except TypeError:  # the function takes no weak reference: hold it by the Stage that holds it
-        return _STRONGLY.setdefault(fn, {})
+        return _STRONGLY.setdefault(fn, _Traces())
 
 
-def _look_after(store: dict[Any, Programs], stage: Stage, key: tuple[Any, ...]) -> None:
+def _look_after(store: _Traces, stage: Stage, key: tuple[Any, ...]) -> None:
     """After one more trace: let the oldest go, and speak up where numbers alone make the difference."""
     if len(store) > KEPT:
         del store[next(iter(store))]
-    if len(store) < ALIKE:
+    if store.told or len(store) < ALIKE:
         return
     *rest, signature = key
     shapes = _without_numbers(signature)
     alike = [other for *others, other in store if others == rest and _without_numbers(other) == shapes]
-    if len(alike) == ALIKE:
+    if len(alike) >= ALIKE:
+        store.told = True
         group, index = _differing(alike)
         seen = ", ".join(repr(other.leaves[group][index][1]) for other in alike[-3:])
         what = ("the parameters", "the input", "the side inputs", "the state")[group]

@@ -64,7 +64,7 @@ def mine() -> Iterator[str]:
 @pytest.mark.parametrize("counts", [(4, 10**7), (10**9, 1), (10**5, 10**5)])
 @pytest.mark.parametrize("name", schedule_names())
 def test_what_no_memory_holds_is_refused_at_once(name: str, counts: tuple[int, int]) -> None:
-    with pytest.raises(ScheduleError, match=r"actions at least.*at most 16,777,216.*fewer microbatches"):
+    with pytest.raises(ScheduleError, match=r"forwards and backwards; at most 16,777,216.*fewer ranks or microbatches"):
         make_schedule(name, *counts)
 
 

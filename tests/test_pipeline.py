@@ -213,6 +213,39 @@ def test_gradient_of_a_tree_of_inputs(params: list[Tensor], x: Tensor, t: Tensor
     assert torch.equal(dx["unused"], torch.zeros_like(x)) and dx["a"].abs().sum() > 0
 
 
+@pytest.mark.parametrize("schedule", ["GPipe", "ZBH1"])
+@pytest.mark.parametrize("fns", [
+    [lambda p, v: v + p, lambda p, v: p],
+    [lambda p, v: v + p, lambda p, v: v.detach() * p],
+    [lambda p, v: (v * p, v + p), lambda p, v: v[0] * p],
+], ids=["ignored", "detached", "one of two"])  # fmt: skip
+def test_a_gradient_that_is_a_cotangent_which_nobody_gives(fns: Any, schedule: str, x: Tensor, t: Tensor):
+    params = [torch.randn(2, WIDTH) for _ in fns]
+    found = fpipe.value_and_grad(piped(fns, schedule))(params, x, t)
+    assert same(found, plain(fns, params, parts(x), parts(t)))
+
+
+@pytest.mark.parametrize("engine", ["trace", "eager"])
+@pytest.mark.parametrize("rows", [PARTS, 2 * PARTS])
+def test_a_stage_that_sums_all_up_on_one_row_or_more(rows: int, engine: Any, params: list[Tensor], x: Tensor):
+    fns = [layer, lambda p, v: p[0, 0] + v.sum()]
+    pipe = piped(fns, "GPipe", loss=lambda y: y * 2, engine=engine)
+    found = fpipe.value_and_grad(pipe)(params[:2], x[:rows])
+    assert same(found, plain(fns, params[:2], parts(x[:rows]), [None] * PARTS, loss=lambda y, _: y * 2))
+
+
+def test_a_default_device_is_not_where_a_pipeline_lives(params: list[Tensor], x: Tensor, t: Tensor):
+    found = fpipe.value_and_grad(piped())(params, x, t)
+    with torch.device("meta"):
+        assert same(fpipe.value_and_grad(piped())(params, x, t), found)
+
+
+def test_a_scalar_without_a_total_to_join_is_refused(params: list[Tensor], x: Tensor):
+    stages = [layer, fpipe.Stage(lambda p, v: (v @ p, p.sum()), aux_loss=True)]
+    with pytest.raises(fpipe.StageError, match="aux_loss=True, and without a loss"):
+        fpipe.vjp(piped(stages, "GPipe", loss=None), params[:2], x)
+
+
 def test_has_aux(params: list[Tensor], x: Tensor, t: Tensor):
     def loss(y, target):
         return squared(y, target), {"y": y, "target": target, "n": 3, "none": None, "mean": y.mean()}

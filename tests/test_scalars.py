@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import struct
 
@@ -38,6 +39,13 @@ def test_there_and_back_as_bytes(numbers: list[float], dtype: torch.dtype):
     assert torch.equal(packed(found), packed(values))
 
 
+def test_scalars_stay_on_the_cpu_whatever_the_default_device_is():
+    values = [torch.tensor(1.0), torch.tensor(2.0)]
+    with torch.device("meta"):
+        assert added(values, 0.5).item() == 1.5
+        assert [value.item() for value in unpacked(packed(values), [torch.float32] * 2)] == [1.0, 2.0]
+
+
 def test_a_lazy_minus_is_packed_as_what_it_means():
     lazy = torch.tensor(2.0 - 3.0j).conj().imag
     assert lazy.is_neg()
@@ -60,6 +68,7 @@ def faults() -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+@pytest.mark.skipif("MALLOC" in str(os.environ.keys()).upper(), reason="memory is ruled by the environment")
 def test_processes_that_are_launched_keep_what_they_free():
     kept, given_back = (fpipe.launch(faults, ranks=1, env=env)[0] for env in ({}, {"MALLOC_ARENA_MAX": "8"}))
     assert kept < 1_000 < given_back, "one page is 4 KiB, and a step takes 8 MiB"

@@ -67,10 +67,13 @@ def time_members(name: str, nbytes: int, device: str) -> float:
     given = torch.zeros(max(1, nbytes // 4 // pg.size()) * pg.size(), device=device)
     taken = torch.empty_like(given)
     dist.all_to_all_single(taken, given, group=pg)  # the first makes connections
-    dist.barrier(group=pg)
-    start = time.perf_counter()
-    for _ in range(_ROW):
-        dist.all_to_all_single(taken, given, group=pg)
-    if device != "cpu":
-        torch.accelerator.synchronize()
-    return (time.perf_counter() - start) / _ROW
+    found = float("inf")
+    for _ in range(2):  # the better row: all members share a moment in which one of them was not running
+        dist.barrier(group=pg)
+        start = time.perf_counter()
+        for _ in range(_ROW):
+            dist.all_to_all_single(taken, given, group=pg)
+        if device != "cpu":
+            torch.accelerator.synchronize()
+        found = min(found, (time.perf_counter() - start) / _ROW)
+    return found

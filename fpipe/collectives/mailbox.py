@@ -29,6 +29,7 @@ _NOTES_AT, _AREA_AT = PAGE, PAGE + NOTES * 16
 LANE = _AREA_AT + AREA
 LARGE = AREA // 4  #: from here on a message travels in pieces
 _MASK = 2**32 - 1
+_CPU = torch.device("cpu")  # whatever the default device is
 _UNASKED = 16  # so many messages may lie one after another before it is asked which were taken
 
 
@@ -211,7 +212,7 @@ class Inlet(_End):
             note = 2 * (count % NOTES)
             if sent.value == count & _MASK or notes[note + 1] != size:
                 return None
-            found = new(shape, dtype=dtype)
+            found = new(shape, dtype=dtype, device=_CPU)
             move(found.data_ptr(), area + notes[note], nbytes)
             self.count = count + 1
             taken.value = (count + 1) & _MASK

@@ -195,6 +195,7 @@ class Nearby:
                     found = fetch()
             if found is not None:
                 waiting.number += 1
+            waiting.looked = found is None
             return found
 
         return take
@@ -235,9 +236,9 @@ class Nearby:
         for outlet in self._out.values():
             _futex.wake(outlet.bell)
 
-    def wait(self, src: int, inlet: Inlet, number: int) -> None:
-        """Until a piece has come from a rank, by its number: look for a while, then sleep."""
-        until = time.perf_counter() + self.look
+    def wait(self, src: int, inlet: Inlet, number: int, looked: bool) -> None:
+        """Until a piece has come from a rank, by its number: look for a while, unless that was done, then sleep."""
+        until = 0.0 if looked else time.perf_counter() + self.look
         while not inlet.there(number):
             if time.perf_counter() > until:
                 break
@@ -272,6 +273,7 @@ class _Waiting:
         self.nearby, self.src, self.inlet = nearby, src, inlet
         self.asked: deque[_Receipt] = deque()
         self.number = 0  # pieces that were asked for
+        self.looked = False  # for the next piece, in vain
 
     def ask(self, way: Wire, message: tuple[Piece, ...]) -> _Receipt:
         self.number += len(message)
@@ -292,7 +294,8 @@ class _Waiting:
     def _take(self, buffers: Sequence[Tensor], piece: Piece) -> None:
         inlet = self.inlet
         if not inlet.there(inlet.count):
-            self.nearby.wait(self.src, inlet, inlet.count)
+            self.nearby.wait(self.src, inlet, inlet.count, self.looked)
+            self.looked = False
         if not inlet.take(buffers, piece):
             raise MismatchError(
                 f"rank {self.src} sent a message of another size than the {piece.size} bytes that rank "

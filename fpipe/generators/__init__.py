@@ -61,7 +61,7 @@ _TABLE = (
     _Entry("Chimera", make_chimera, 1, exactly=True),
     _Entry("Hanayo", make_hanayo, 2, step=2),
 )
-#: No larger schedule is made: this one takes some six gibibytes.
+#: Forwards and backwards of the largest schedule that is made: it takes some gigabytes.
 MOST_ACTIONS = 1 << 24
 _ALSO = {"ZBV": "ZBVZeroBubble"}
 
@@ -125,8 +125,8 @@ def _check_size(stages: int, microbatches: int) -> None:
     """A schedule is held whole: one that no memory would hold is refused before it is begun."""
     if 2 * stages * microbatches > MOST_ACTIONS:
         raise ScheduleError(
-            f"{stages} stages and {microbatches} microbatches are {2 * stages * microbatches:,} actions at least, "
-            f"which nothing here can hold; at most {MOST_ACTIONS:,} are made. Give fewer microbatches a step",
+            f"{stages} stages and {microbatches} microbatches are {2 * stages * microbatches:,} forwards and "
+            f"backwards; at most {MOST_ACTIONS:,} are made, which take gigabytes. Give fewer ranks or microbatches",
             rule="size",
         )
 
