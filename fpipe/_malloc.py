@@ -15,7 +15,7 @@ _KEPT, _MAPPED = 1 << 30, 32 << 20  # bytes kept at most; from how many on a pie
 
 
 def keep_freed() -> bool:
-    """Have this process keep what it frees; whether all of it was granted. A user who set the like in the environment is
+    """Have this process keep what it frees; whether all of it was granted. Who set the like in the environment is
     obeyed."""
     own = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
     if own or not sys.platform.startswith("linux"):

@@ -66,7 +66,7 @@ class Pipeline:
         self._phases: dict[int, Schedule] = {}
         self.cache: dict[Any, Resolved] = {}
         self.debugging = False
-        self.placement = self.schedule(microbatches or max(2 * group.size, 1)).placement
+        self.placement = self.schedule(2 * group.size if microbatches is None else microbatches).placement
         for name in {name for names in self.sides for name in names} & RESERVED:
             raise StageError(f"{name!r} cannot be a side input, since a call has an argument of that name; rename it")
         self.here = tuple(s for s in range(self.stages) if any(r in group.here for r in self.placement.ranks_of(s)))

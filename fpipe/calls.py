@@ -19,7 +19,7 @@ from .ambient import ambient, without_autocast
 from .collect import Collected, collect, output_tree
 from .debugging import check, check_leaks, debugging
 from .errors import BatchError, StageError
-from .feed import Feeder, Values, weights
+from .feed import Feeder, Values, check_devices, weights
 from .microbatch import Microbatches, Parts, count, merge, split
 from .resolve import Group1, Request, Resolved, resolve
 from .run import Bound, drive, execute, registers
@@ -65,7 +65,7 @@ class Call:
         self.x = Parts(x, m, "x")
         self.targets = [Parts(t, m, f"target {i}") for i, t in enumerate(targets)]
         self._check_sides(side)
-        self.sides = {name: Parts(value, m, f"side input {name!r}") for name, value in side.items()}
+        self.sides = {name: Parts(value, m, f"side input {name!r}", True) for name, value in side.items()}
         self.leaves = {s: tree.flatten(params[s]) for s in pipe.here}
         self.state_leaves = {} if self.state is None else {s: tree.flatten(self.state[s]) for s in pipe.here}
 
@@ -233,6 +233,7 @@ class Call:
         resolved = self.resolved()
         regs: dict[int, Any] = {}
         values = self._values()
+        resolved.memo("devices", lambda: check_devices(self.pipe.group, values, self.sides.values()))
         made = collect(self.pipe, resolved, regs, values)
 
         def feed(feeder: Feeder, r: Any) -> None:
@@ -288,6 +289,7 @@ class Call:
         resolved = self.resolved()
         regs: dict[int, Any] = {}
         values = self._values()
+        resolved.memo("devices", lambda: check_devices(self.pipe.group, values, self.sides.values()))
         self._run(resolved, lambda feeder, r: feeder.fill(r, values), regs, phase=0)
         made = collect(self.pipe, resolved, regs, values)
         y = self._joined(made.outputs())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from . import tree
+from .collectives.group import Group
 from .errors import BatchError
 from .microbatch import Parts
 from .plan import Plan
@@ -102,6 +104,23 @@ class Values:
     targets: Sequence[Parts]
     sides: Mapping[tuple[int, int], Sequence[Any]]  # by stage and microbatch
     weights: Weights | None
+
+
+def check_devices(group: Group, values: Values, sides: Iterable[Parts]) -> bool:
+    """Raise where values are on a device that they are not moved from, or on meta, where there are no numbers."""
+    given = [(f"the parameters of stage {stage}", leaves) for stage, leaves in values.params.items()]
+    given += [(part.name, row) for part in (values.x, *values.targets, *sides) for row in part.rows]
+    for rank in group.here:
+        device = group.device(rank)
+        fits = {"cpu", device.type} if device.type != "meta" else None
+        for name, leaves in given:
+            for leaf in filter(tree.is_tensor, leaves):
+                if fits is not None and leaf.device.type not in fits:
+                    raise BatchError(
+                        f"a tensor of {name} is on {leaf.device} and rank {rank} is on {device}; give tensors with "
+                        "numbers in them, on the CPU or where the rank is"
+                    )
+    return True
 
 
 class Feeder:

@@ -76,9 +76,9 @@ def split(batch: Any, parts: int, name: str = "the batch") -> list[Any]:
     return [tree.unflatten(spec, row) for row in zip(*columns, strict=True)] if columns else [batch] * parts
 
 
-def _check_leaf(leaf: Any, parts: int, name: str) -> None:
-    """Raise BatchError where a leaf cannot be cut into equal parts."""
-    if not isinstance(leaf, torch.Tensor):
+def _check_leaf(leaf: Any, parts: int, name: str, alike: bool = False) -> None:
+    """Raise BatchError where a leaf cannot be cut into equal parts; ``alike`` ones without axes go to all parts."""
+    if not isinstance(leaf, torch.Tensor) or (alike and leaf.dim() == 0):
         return
     if leaf.dim() == 0:
         raise BatchError(
@@ -93,7 +93,7 @@ def _check_leaf(leaf: Any, parts: int, name: str) -> None:
 
 
 def _split_leaf(leaf: Any, parts: int) -> Sequence[Any]:
-    if not isinstance(leaf, torch.Tensor) or not leaf.shape[0]:
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or not leaf.shape[0]:
         return [leaf] * parts
     return leaf.split(leaf.shape[0] // parts)
 
@@ -102,16 +102,18 @@ class Parts:
     """A batch argument as flat leaves, microbatch by microbatch: ``rows[m]`` under ``specs[m]``.
 
     ``uniform`` says that all rows have one shape, so that looking at the first is enough. A batch is checked at once
-    but cut only where its rows are asked for: most ranks feed none of it.
+    but cut only where its rows are asked for: most ranks feed none of it. With ``alike`` a tensor without axes is no
+    mistake, but the same for every microbatch.
 
     >>> Parts(torch.arange(4), 2, "x").rows
     [(tensor([0, 1]),), (tensor([2, 3]),)]
     """
 
-    __slots__ = ("_leaves", "_rows", "specs", "uniform")
+    __slots__ = ("_leaves", "_rows", "name", "specs", "uniform")
 
-    def __init__(self, batch: Any, parts: int, name: str):
+    def __init__(self, batch: Any, parts: int, name: str, alike: bool = False):
         self._rows: list[Sequence[Any]] | None = None
+        self.name = name
         self.uniform = not isinstance(batch, Microbatches)
         self._leaves: Sequence[Any] = ()
         if isinstance(batch, Microbatches):
@@ -121,7 +123,7 @@ class Parts:
             return
         self._leaves, spec = tree.flatten(batch)
         for leaf in self._leaves:
-            _check_leaf(leaf, parts, name)
+            _check_leaf(leaf, parts, name, alike)
         self.specs = [spec] * parts
 
     @property

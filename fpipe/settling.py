@@ -8,16 +8,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import get_args
 
 import torch
 
 from .devices import distrusted
+from .errors import StageError
 from .stage import Engine, Stage
 
 
 def settled(stage: Stage, engine: Engine, compile: str | None = None) -> Stage:
     """A stage with the pipeline's engine and compiler where it has none of its own."""
     engine = stage.engine or engine
+    if engine not in get_args(Engine):
+        raise StageError(f"engine={engine!r}; give one of {', '.join(map(repr, get_args(Engine)))}")
     return replace(stage, engine=engine, compile=stage.compile or (compile if engine == "trace" else None))
 
 

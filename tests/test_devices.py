@@ -9,6 +9,7 @@ import torch
 
 import fpipe
 from fpipe import devices, estimates
+from fpipe.collectives.local import LocalGroup
 from fpipe.errors import GroupError
 
 
@@ -92,7 +93,7 @@ def test_attention_of_devices_that_torch_does_not_know_here():
 def compilers(where: list[str]) -> list[str | None]:
     """What stages are compiled with on these devices: one by its own word, one by its pipeline's."""
     made = [fpipe.Stage(torch.matmul, compile="inductor"), torch.matmul]
-    group = fpipe.local(devices=where)
+    group = LocalGroup(tuple(map(torch.device, where)))  # as if they were here
     return [stage.compile for stage in fpipe.pipeline(made, group=group, compile="aot_eager").functions]
 
 
@@ -107,4 +108,6 @@ def test_compilers_are_left_out_where_several_xpus_are_at_work(monkeypatch: pyte
     with pytest.warns(UserWarning, match="'xpu' are at work"):  # the other one is another process's
         assert compilers(["xpu:0"] * 2) == [None, None]
     assert compilers(["cpu"] * 2) == ["inductor", "aot_eager"]
-    fpipe.pipeline([torch.matmul] * 2, group=fpipe.local(devices=["xpu:0", "xpu:1"]))  # nothing to leave out
+    fpipe.pipeline(
+        [torch.matmul] * 2, group=LocalGroup((torch.device("xpu:0"), torch.device("xpu:1")))
+    )  # nothing to leave out

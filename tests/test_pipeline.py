@@ -240,6 +240,32 @@ def test_a_default_device_is_not_where_a_pipeline_lives(params: list[Tensor], x:
         assert same(fpipe.value_and_grad(piped())(params, x, t), found)
 
 
+@pytest.mark.parametrize("which", ["the parameters of stage 0", "x", "target 0"])
+def test_numbers_that_are_not_there_are_refused(which: str, params: list[Tensor], x: Tensor, t: Tensor):
+    away = lambda name, value: value.to("meta") if name == which else value
+    given = [away("the parameters of stage 0", params[0]), *params[1:]], away("x", x), away("target 0", t)
+    with pytest.raises(fpipe.BatchError, match=f"{which} is on meta and rank 0 is on cpu"):
+        fpipe.value_and_grad(piped())(*given)
+
+
+def test_a_tensor_without_axes_is_the_same_for_every_microbatch(params: list[Tensor], x: Tensor, t: Tensor):
+    heated = lambda p, v, *, heat: layer(p, v) * heat
+    pipe = piped([heated, *[layer] * (STAGES - 1)])
+    found = fpipe.value_and_grad(pipe)(params, x, t, heat=torch.tensor(0.5))
+    assert same(found, fpipe.value_and_grad(pipe)(params, x, t, heat=0.5))
+
+
+@pytest.mark.parametrize(("make", "raised", "said"), [
+    (lambda: piped(engine="jit"), fpipe.StageError, "engine='jit'; give one of 'trace', 'eager'"),
+    (lambda: piped(microbatches=0), fpipe.ScheduleError, "microbatches=0"),
+    (lambda: fpipe.local(devices=["cpu", "cuda:99"]), fpipe.GroupError, "device 'cuda:99' is not here"),
+    (lambda: fpipe.local(devices=["gpu"]), fpipe.GroupError, "none that torch knows"),
+])  # fmt: skip
+def test_what_cannot_be_is_told_before_anything_runs(make: Any, raised: type[Exception], said: str):
+    with pytest.raises(raised, match=said):
+        make()
+
+
 def test_a_scalar_without_a_total_to_join_is_refused(params: list[Tensor], x: Tensor):
     stages = [layer, fpipe.Stage(lambda p, v: (v @ p, p.sum()), aux_loss=True)]
     with pytest.raises(fpipe.StageError, match="aux_loss=True, and without a loss"):

@@ -38,7 +38,22 @@ def local(ranks: int | None = None, *, devices: Sequence[str | torch.device] | N
         raise GroupError(f"{ranks} ranks on {len(devices)} devices; give one device per rank, or leave ranks out")
     if isinstance(devices, str) or not devices:
         raise GroupError(f"devices={devices!r}; give a list with one device per rank, as in ['cuda:0', 'cuda:1']")
-    return LocalGroup(tuple(torch.device(device) for device in devices))
+    return LocalGroup(tuple(map(_there, devices)))
+
+
+def _there(device: str | torch.device) -> torch.device:
+    """A device that is there: torch finds out late that one is not, and may end the process then."""
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise GroupError(f"device {device!r} is none that torch knows; give the like of 'cpu' or 'cuda:0'") from error
+    if found.type in ("cpu", "meta"):
+        return found
+    module: Any = getattr(torch, found.type, None)
+    count = module.device_count() if module is not None and module.is_available() else 0
+    if (found.index or 0) >= count:
+        raise GroupError(f"device {str(found)!r} is not here: torch finds {count} of type {found.type!r}; leave it out")
+    return found
 
 
 def _positive(ranks: object) -> int:

@@ -37,19 +37,20 @@ def init(
     *,
     device: str | torch.device | None = None,
     backend: str | None = None,
-    timeout: float | timedelta = TIMEOUT,
+    timeout: float | timedelta | None = None,
 ) -> MeshGroup | LocalGroup:
     """The group of this process: one rank under torchrun, all of them where there is one process.
 
     ``pp`` ranks in a pipeline, ``dp`` copies of it, and ``tp`` processes that share each stage by the collectives in
     it: together as many as there are processes. ``pp`` left out takes what the others leave. Device and backend are
     found where they are not given. A process group that stands already is used as it is, and a second call gives the
-    group of the first.
+    group of the first, with its ``timeout``; at first that is five minutes.
 
     >>> init().size, init(pp=4).size  # no torchrun here: all ranks live in this process
     (1, 4)
     """
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    given = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    seconds = TIMEOUT if given is None else float(given)
     _refuse(pp, dp, tp, seconds)
     started = dist.is_initialized()
     if not started and not _launched():
@@ -62,11 +63,12 @@ def init(
     if not started:
         _start(where, backend, seconds)
     pp = _shape(pp, dp, tp)
-    key = (pp, dp, tp, where, seconds, dist.group.WORLD)
-    if key not in _MADE:
+    key = (pp, dp, tp, where, dist.group.WORLD)
+    found = _MADE.get(key)
+    if found is None or (given is not None and found.timeout != seconds):
         _MADE.clear()  # of a process group that is gone, or of another shape
-        _MADE[key] = _build((pp, dp, tp), where, seconds)
-    return _MADE[key]
+        found = _MADE[key] = _build((pp, dp, tp), where, seconds)
+    return found
 
 
 #: The one group that this process has made, by what it was asked for: ``init`` may be called again anywhere.
