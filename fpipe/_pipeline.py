@@ -113,7 +113,7 @@ class Pipeline:
     def recipe(self, has_aux: bool, check: Check | None = None) -> Recipe:
         """What the cold path needs."""
         return Recipe(self.functions, self.loss, has_aux, self.group, self.tied, self.accumulate, self.frozen, check,
-                      self.overlap, self.copies)  # fmt: skip
+                      self.overlap, self.copies, str(self.reduction), self.seed)  # fmt: skip
 
     def meet(self) -> None:
         """Before the first step of all, copies of the pipeline compare what they are."""

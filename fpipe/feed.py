@@ -27,6 +27,9 @@ class Weighted:
     def __init__(self, fn: Callable[..., Any]):
         self.fn, self.sides = fn, keyword_only(fn)
 
+    def __repr__(self) -> str:
+        return "fpipe.weighted(...)"
+
 
 def weighted(fn: Callable[..., Any]) -> Weighted:
     """Weigh each microbatch's mean loss by ``fn(*targets)`` over the sum of all, known before the first backward.

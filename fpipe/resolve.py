@@ -119,6 +119,8 @@ class Recipe:
     check: Check | None = None
     overlap: Overlap = field(default_factory=Overlap)
     copies: Copies | None = None
+    reduction: str = "mean"
+    seed: int | None = None
 
 
 def resolve(recipe: Recipe, request: Request) -> Resolved:
@@ -170,6 +172,8 @@ def _facts(recipe: Recipe, request: Request) -> dict[str, str | None]:
         "the kinds of microbatches": str(request.kind_of) if len(request.kinds) > 1 else "(one)",
         "the shape of x": shapes([kind[0] for kind in request.kinds]),
         "the shapes of the targets": shapes([target for kind in request.kinds for target in kind[1]]),
+        "the reduction": recipe.reduction,
+        "the pipeline's seed": str(recipe.seed),
         "tied parameters": str(recipe.tied),
         "the dtype of accumulation": str(recipe.wide),
         "copies": "none" if recipe.copies is None else recipe.copies.told,

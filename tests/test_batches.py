@@ -194,6 +194,21 @@ def test_all_ranks_say_each_or_none():
         fpipe.testing.run(rank, 2)
 
 
+@pytest.mark.parametrize(("name", "values"), [
+    ("the reduction", ({"reduction": "mean"}, {"reduction": "sum"})),
+    ("the reduction", ({"reduction": "sum"}, {"reduction": fpipe.weighted(torch.numel)})),
+    ("the pipeline's seed", ({"seed": 1}, {"seed": 2})),
+])  # fmt: skip
+def test_ranks_that_weigh_or_draw_otherwise_are_told(name: str, values: tuple[dict[str, Any], dict[str, Any]]):
+    def step(group: Any) -> Any:
+        pipe = piped(group=group, loss=squared, **values[group.rank])
+        params, x, t = given()
+        return fpipe.value_and_grad(pipe)(pipe.place(params), x, t)
+
+    with pytest.raises(fpipe.MismatchError, match=f"disagree about {name}"):
+        fpipe.testing.run(step, ranks=2)
+
+
 def test_weights_from_a_side_input_count_over_all_copies():
     def loss(y: Tensor, t: Tensor, *, mask: Tensor) -> tuple[Tensor, Tensor]:
         return ((y - t).square().mean(1) * mask).sum() / mask.sum().clamp(min=1), mask.sum()
