@@ -195,6 +195,12 @@ class Call:
             weights=self._weights(),
         )
 
+    def _prepared(self) -> tuple[Resolved, Values]:
+        """The plans, and what is laid into their registers; devices are looked at once for every signature."""
+        resolved, values = self.resolved(), self._values()
+        resolved.memo("devices", lambda: check_devices(self.pipe.group, values, self.sides.values()))
+        return resolved, values
+
     def _run(self, resolved: Resolved, feed: Callable[[Feeder, Any], None], regs: dict[int, Any],
              phase: int | None = None, bounds: Mapping[int, Bound] | None = None) -> None:  # fmt: skip
         """Feed and drive the ranks that live here, wholly or in one of two phases."""
@@ -230,10 +236,8 @@ class Call:
                 r[-2].pop("tell", None)  # it holds the registers
 
     def _all(self) -> Collected:
-        resolved = self.resolved()
+        resolved, values = self._prepared()
         regs: dict[int, Any] = {}
-        values = self._values()
-        resolved.memo("devices", lambda: check_devices(self.pipe.group, values, self.sides.values()))
         made = collect(self.pipe, resolved, regs, values)
 
         def feed(feeder: Feeder, r: Any) -> None:
@@ -286,10 +290,8 @@ class Call:
 
     def vjp(self) -> tuple[Any, Callable[..., Any]]:
         """The forward phase now; the backward phase in the pullback."""
-        resolved = self.resolved()
+        resolved, values = self._prepared()
         regs: dict[int, Any] = {}
-        values = self._values()
-        resolved.memo("devices", lambda: check_devices(self.pipe.group, values, self.sides.values()))
         self._run(resolved, lambda feeder, r: feeder.fill(r, values), regs, phase=0)
         made = collect(self.pipe, resolved, regs, values)
         y = self._joined(made.outputs())

@@ -30,10 +30,6 @@ def collect(pipe: Pipeline, resolved: Resolved, regs: Mapping[int, Registers], v
     return Collected(pipe, resolved, regs, values)
 
 
-def _row(kinds: Sequence[torch.dtype]) -> Spec:
-    return Spec((sum(dtype.itemsize for dtype in kinds),), (1,), torch.uint8)
-
-
 def _then_tell(step: StepFn) -> StepFn:
     def told(r: Registers) -> Any:
         step(r)
@@ -125,7 +121,8 @@ class Collected:
             if self.alone:
                 assert total is not None
                 return total
-            dtype = reduce(torch.promote_types, (aval.dtype for _, _, aval in wanted))
+            promoted = lambda: reduce(torch.promote_types, (aval.dtype for _, _, aval in wanted))
+            dtype = self.resolved.memo("the loss's dtype", promoted)
             return self._shared(None if total is None else [total], [dtype], rank)[0]
         found: dict[tuple[int, int], torch.Tensor] = {}
         for rank, wanted in sources:
@@ -172,8 +169,8 @@ class Collected:
         device = self.group.device(self.group.here[0])
         tag = self.resolved.memo("tag", lambda: torch.tensor(self.resolved.tag, device=device))
         kinds = [tag.dtype, *dtypes]
-        spec = self.resolved.memo(f"row of {kinds}", lambda: (_row(kinds),))
-        (row,) = self.group.share(None if values is None else (packed([tag, *values]),), spec, rank)
+        spec = Spec((sum(dtype.itemsize for dtype in kinds),), (1,), torch.uint8)
+        (row,) = self.group.share(None if values is None else (packed([tag, *values]),), (spec,), rank)
         if values is not None:
             return values
         told, *made = unpacked(row, kinds)

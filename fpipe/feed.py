@@ -115,10 +115,11 @@ def check_devices(group: Group, values: Values, sides: Iterable[Parts]) -> bool:
     given += [(part.name, row) for part in (values.x, *values.targets, *sides) for row in part.rows]
     for rank in group.here:
         device = group.device(rank)
-        fits = {"cpu", device.type} if device.type != "meta" else None
+        if device.type == "meta":
+            continue
         for name, leaves in given:
             for leaf in filter(tree.is_tensor, leaves):
-                if fits is not None and leaf.device.type not in fits:
+                if leaf.device.type not in ("cpu", device.type):
                     raise BatchError(
                         f"a tensor of {name} is on {leaf.device} and rank {rank} is on {device}; give tensors with "
                         "numbers in them, on the CPU or where the rank is"

@@ -69,11 +69,8 @@ def split(batch: Any, parts: int, name: str = "the batch") -> list[Any]:
         if len(batch) != parts:
             raise BatchError(f"{name} holds {len(batch)} microbatches where {parts} are run; give it {parts}")
         return list(batch)
-    leaves, spec = tree.flatten(batch)
-    for leaf in leaves:
-        _check_leaf(leaf, parts, name)
-    columns = [_split_leaf(leaf, parts) for leaf in leaves]
-    return [tree.unflatten(spec, row) for row in zip(*columns, strict=True)] if columns else [batch] * parts
+    flat = Parts(batch, parts, name)
+    return [flat.tree(mb) for mb in range(parts)]
 
 
 def _check_leaf(leaf: Any, parts: int, name: str, alike: bool = False) -> None:
