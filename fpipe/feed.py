@@ -110,20 +110,18 @@ class Values:
 
 
 def check_devices(group: Group, values: Values, sides: Iterable[Parts]) -> bool:
-    """Raise where values are on a device that they are not moved from, or on meta, where there are no numbers."""
+    """Raise where values are on a device of none of the ranks here, such as meta, where there are no numbers."""
     given = [(f"the parameters of stage {stage}", leaves) for stage, leaves in values.params.items()]
     given += [(part.name, row) for part in (values.x, *values.targets, *sides) for row in part.rows]
-    for rank in group.here:
-        device = group.device(rank)
-        if device.type == "meta":
-            continue
-        for name, leaves in given:
-            for leaf in filter(tree.is_tensor, leaves):
-                if leaf.device.type not in ("cpu", device.type):
-                    raise BatchError(
-                        f"a tensor of {name} is on {leaf.device} and rank {rank} is on {device}; give tensors with "
-                        "numbers in them, on the CPU or where the rank is"
-                    )
+    devices = {group.device(rank).type: group.device(rank) for rank in group.here}
+    for name, leaves in given:
+        for leaf in filter(tree.is_tensor, leaves):
+            if leaf.device.type not in ("cpu", *devices) and "meta" not in devices:
+                there = " and ".join(map(str, devices.values()))
+                raise BatchError(
+                    f"a tensor of {name} is on {leaf.device} and rank {group.here[0]} is on {there}; give tensors with "
+                    "numbers in them, on the CPU or where the rank is"
+                )
     return True
 
 
