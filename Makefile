@@ -43,7 +43,7 @@ test: $(VENV)/.installed-dev ## the whole suite; ARGS="-k name" for a part, JOBS
 	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 golden: $(VENV)/.installed-dev ## write golden files and what the docs say is printed anew; then look at git diff
-	@$(BIN)/python -m pytest -n $(JOBS) --update-golden tests/test_golden.py tests/test_docs.py $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --update-golden tests/whole/test_golden.py tests/whole/test_docs.py $(ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff and pyright
 	@$(BIN)/ruff format --check .

@@ -38,7 +38,7 @@ def _start(name: str, ranks: int) -> dict[str, Any]:
 
     import fpipe
     from benchmarks.bench_torch import make, square, stage
-    from fpipe import tracing
+    from fpipe.programs import tracing
 
     torch.set_num_threads(1)
     traces = [0]

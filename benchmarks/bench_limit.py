@@ -22,10 +22,10 @@ from benchmarks.bench_torch import SCHEDULES, SIZES, asking, make, stage
 from benchmarks.command import save
 from benchmarks.measure import begin
 from benchmarks.stages import square
-from fpipe.calls import Call
-from fpipe.plan import spec_of
-from fpipe.profiling import Measuring, whole
-from fpipe.run import WATCH
+from fpipe.plans.plan import spec_of
+from fpipe.running.calls import Call
+from fpipe.running.loop import WATCH
+from fpipe.running.profile.profiling import Measuring, whole
 
 MESSAGES = 20
 STEPS = 3  #: in a row, as in training; the programs alone run in rows too

@@ -20,11 +20,11 @@ from torch import Tensor
 import fpipe
 from benchmarks.command import options, save
 from benchmarks.measure import ratio
-from fpipe.actions import Action
 from fpipe.generators import make_schedule
-from fpipe.profiling import Profile
+from fpipe.running.profile.profiling import Profile
 from fpipe.schedule import Schedule
-from fpipe.simulate import Costs, simulate_rows
+from fpipe.schedules.actions import Action
+from fpipe.schedules.simulation import Costs, simulate_rows
 
 SIMULATED = ("1F1B", "ZB1P", "ZBH2", "ZBVZeroBubble")
 MEASURED = ("ZBH2", "ZBVZeroBubble")

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 import fpipe
-from fpipe import ops
+from fpipe.collectives import ops
 
 
 def stage_of(members: Any, layers: int) -> Callable[..., torch.Tensor]:

@@ -23,14 +23,15 @@ import fpipe
 from benchmarks.bench_torch import make, stage
 from benchmarks.command import options, save
 from benchmarks.stages import square
-from fpipe.losses import loss_stage
-from fpipe.lower import lower
-from fpipe.plan import Job, Kinds
-from fpipe.resolve import Group1
-from fpipe.route import Face, Wires
+from fpipe.plans.lowering import lower
+from fpipe.plans.plan import Job, Kinds
+from fpipe.plans.value_graph import Face, Wires
+from fpipe.programs.losses import loss_stage
+from fpipe.programs.stage_programs import Programs
+from fpipe.programs.tracing import Signature, programs_of
+from fpipe.running.prepare import Group1
 from fpipe.schedule import Schedule
-from fpipe.stage import Programs, Stage, as_stage
-from fpipe.tracing import Signature, programs_of
+from fpipe.stage import Stage, as_stage
 
 RANKS, MICROBATCHES = 256, 2048
 WIDTH, TOKENS, BLOCKS = 16, 4, 2

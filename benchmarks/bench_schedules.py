@@ -17,7 +17,7 @@ from collections.abc import Callable
 from benchmarks.command import options, save
 from fpipe.errors import ScheduleError
 from fpipe.generators import make_schedule, schedule_names
-from fpipe.timeline import Timeline
+from fpipe.schedules.timeline import Timeline
 
 STEPS = ("make", "check", "simulate", "figures")
 

@@ -30,10 +30,10 @@ import torch
 
 import fpipe
 from benchmarks.stages import residual, square
-from fpipe._outcome import environment, store
 from fpipe.collectives.c10d import C10dGroup
-from fpipe.collectives.nearby import SWITCH
-from fpipe.run import WATCH
+from fpipe.collectives.shared_memory.nearby import SWITCH
+from fpipe.command.outcome import environment, store
+from fpipe.running.loop import WATCH
 
 RANKS = 4
 SCHEDULES = ("1F1B", "ZBV", "Interleaved1F1B", "GPipe", "DualPipeV")

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 SCRIPT = str(ROOT / "examples" / "train.py")
 ENV = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 

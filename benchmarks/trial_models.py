@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 
 import fpipe
-from fpipe.collectives.nearby import SWITCH
+from fpipe.collectives.shared_memory.nearby import SWITCH
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
 from decoders import ACCEPTANCE, MICROBATCHES, Verdict, against_unsplit, verdict  # pyright: ignore[reportMissingImports]
 from schedule_table import TABLE, Case  # pyright: ignore[reportMissingImports]

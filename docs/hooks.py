@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import fpipe  # noqa: E402
-from fpipe.comparison import per_share  # noqa: E402
 from fpipe.generators import about_schedule  # noqa: E402
+from fpipe.generators.comparison import per_share  # noqa: E402
 
 
 # ---- the front page -------------------------------------------------------------------------------------------------

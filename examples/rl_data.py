@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fpipe
-from fpipe.training import sonnets
+from fpipe.command.training import sonnets
 
 
 def cut(lengths: list[int], budget: int, divisor: int) -> list[list[int]]:

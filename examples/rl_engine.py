@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fpipe
-from fpipe.training import Sizes, gpt, sonnets
+from fpipe.command.training import Sizes, gpt, sonnets
 
 
 class Engine:

@@ -15,34 +15,42 @@ from ._version import __version__ as __version__
 
 #: module -> the public names that it brings, parted by blanks. The block below tells type checkers the same.
 _TABLE = {
-    "_pipeline": "Pipeline grad pipeline value_and_grad vjp weighted",
-    "_launch": "launch",
-    "actions": "Action Fused Placement",
-    "balancing": "balance",
     "collectives.local": "local",
     "collectives.setup": "init",
-    "debugging": "debug",
-    "dual": "hvp jvp",
-    "errors": "ActionError BatchError DeadlockError FpipeError GroupError LaunchError MismatchError PeerError"
-    " ScheduleError StageError StalledError TraceError TransformError UnsupportedError WeaveError",
-    "interop.modules": "from_module to_module",
-    "microbatch": "Microbatches",
-    "padding": "pad",
-    "profiling": "measure_costs profile",
+    "command.launch": "launch",
+    "errors": "ActionError BatchError DeadlockError FpipeError GroupError LaunchError MismatchError"
+    " PeerError ScheduleError StageError StalledError TraceError TransformError"
+    " UnsupportedError WeaveError",
     "generators": "make_schedule register_schedule schedule_names",
-    "rowwise": "per_example",
-    "schedule": "Schedule",
-    "simulate": "Costs",
-    "segments": "segment",
-    "stage": "Programs Stage remat",
-    "tracing": "trace",
-    "timeline": "Timeline",
-    "transforms": "Transform accumulate adamw add_noise apply_updates cast chain clip_by_global_norm clip_by_value"
-    " dynamic_loss_scale ema from_torch global_norm identity lion masked mean_over muon optimistic partition scale"
-    " scale_by_schedule sgd skip_nonfinite sum_tied weight_decay",
+    "generators.balancing": "balance",
+    "interop.modules": "from_module to_module",
+    "plans.weaving.segments": "segment",
+    "programs.stage_programs": "Programs",
+    "programs.tracing": "trace",
+    "running.debugging": "debug",
+    "running.derived.forward_mode": "hvp jvp",
+    "running.derived.per_example": "per_example",
+    "running.microbatches": "Microbatches",
+    "running.padding": "pad",
+    "running.pipeline": "Pipeline grad pipeline value_and_grad vjp weighted",
+    "running.profile.profiling": "measure_costs profile",
+    "schedule": "Action Fused Placement Schedule",
+    "schedules.simulation": "Costs",
+    "schedules.timeline": "Timeline",
+    "stage": "Stage remat",
+    "transforms": "Transform accumulate adamw add_noise apply_updates cast chain clip_by_global_norm"
+    " clip_by_value dynamic_loss_scale ema from_torch global_norm identity lion masked"
+    " mean_over muon optimistic partition scale scale_by_schedule sgd skip_nonfinite"
+    " sum_tied weight_decay",
 }
-#: modules and packages that are public by their own name, as in ``fpipe.errors``
-_MODULES = "devices errors interop ops testing"
+#: public modules and packages, as in ``fpipe.errors``: name -> where it is
+_MODULES = {
+    "devices": "devices",
+    "errors": "errors",
+    "interop": "interop",
+    "ops": "collectives.ops",
+    "testing": "testing",
+}
 
 _FACE = {name: module for module, names in _TABLE.items() for name in names.split()}
 
@@ -50,24 +58,11 @@ if TYPE_CHECKING:
     from . import devices as devices
     from . import errors as errors
     from . import interop as interop
-    from . import ops as ops
     from . import testing as testing
-    from ._launch import launch as launch
-    from ._pipeline import Pipeline as Pipeline
-    from ._pipeline import grad as grad
-    from ._pipeline import pipeline as pipeline
-    from ._pipeline import value_and_grad as value_and_grad
-    from ._pipeline import vjp as vjp
-    from ._pipeline import weighted as weighted
-    from .actions import Action as Action
-    from .actions import Fused as Fused
-    from .actions import Placement as Placement
-    from .balancing import balance as balance
+    from .collectives import ops as ops
     from .collectives.local import local as local
     from .collectives.setup import init as init
-    from .debugging import debug as debug
-    from .dual import hvp as hvp
-    from .dual import jvp as jvp
+    from .command.launch import launch as launch
     from .errors import ActionError as ActionError
     from .errors import BatchError as BatchError
     from .errors import DeadlockError as DeadlockError
@@ -86,21 +81,34 @@ if TYPE_CHECKING:
     from .generators import make_schedule as make_schedule
     from .generators import register_schedule as register_schedule
     from .generators import schedule_names as schedule_names
+    from .generators.balancing import balance as balance
     from .interop.modules import from_module as from_module
     from .interop.modules import to_module as to_module
-    from .microbatch import Microbatches as Microbatches
-    from .padding import pad as pad
-    from .profiling import measure_costs as measure_costs
-    from .profiling import profile as profile
-    from .rowwise import per_example as per_example
+    from .plans.weaving.segments import segment as segment
+    from .programs.stage_programs import Programs as Programs
+    from .programs.tracing import trace as trace
+    from .running.debugging import debug as debug
+    from .running.derived.forward_mode import hvp as hvp
+    from .running.derived.forward_mode import jvp as jvp
+    from .running.derived.per_example import per_example as per_example
+    from .running.microbatches import Microbatches as Microbatches
+    from .running.padding import pad as pad
+    from .running.pipeline import Pipeline as Pipeline
+    from .running.pipeline import grad as grad
+    from .running.pipeline import pipeline as pipeline
+    from .running.pipeline import value_and_grad as value_and_grad
+    from .running.pipeline import vjp as vjp
+    from .running.pipeline import weighted as weighted
+    from .running.profile.profiling import measure_costs as measure_costs
+    from .running.profile.profiling import profile as profile
+    from .schedule import Action as Action
+    from .schedule import Fused as Fused
+    from .schedule import Placement as Placement
     from .schedule import Schedule as Schedule
-    from .segments import segment as segment
-    from .simulate import Costs as Costs
-    from .stage import Programs as Programs
+    from .schedules.simulation import Costs as Costs
+    from .schedules.timeline import Timeline as Timeline
     from .stage import Stage as Stage
     from .stage import remat as remat
-    from .timeline import Timeline as Timeline
-    from .tracing import trace as trace
     from .transforms import Transform as Transform
     from .transforms import accumulate as accumulate
     from .transforms import adamw as adamw
@@ -128,14 +136,14 @@ if TYPE_CHECKING:
     from .transforms import sum_tied as sum_tied
     from .transforms import weight_decay as weight_decay
 else:
-    __all__ = sorted({*_FACE, *_MODULES.split()})
+    __all__ = sorted({*_FACE, *_MODULES})
 
 
 def __getattr__(name: str) -> object:
     if name in _FACE:
         value = getattr(_import_module(f"{__name__}.{_FACE[name]}"), name)
-    elif name in _MODULES.split():
-        value = _import_module(f"{__name__}.{name}")
+    elif name in _MODULES:
+        value = _import_module(f"{__name__}.{_MODULES[name]}")
     else:
         raise AttributeError(f"module 'fpipe' has no attribute {name!r}; dir(fpipe) lists what it has")
     globals()[name] = value
@@ -143,4 +151,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_FACE, *_MODULES.split()})
+    return sorted({*globals(), *_FACE, *_MODULES})

@@ -14,12 +14,12 @@ from functools import cached_property
 from os import PathLike
 from pathlib import Path
 
-from .actions import Action, AnyAction, Fused, Placement, Row, plain
-from .check import check_rows
 from .errors import ScheduleError
-from .simulate import Costs, simulate_rows
-from .text import format_csv, format_rows, parse_csv, parse_rows
-from .timeline import Timeline
+from .schedules.actions import Action, AnyAction, Fused, Placement, Row, plain
+from .schedules.check import check_rows
+from .schedules.simulation import Costs, simulate_rows
+from .schedules.text import format_csv, format_rows, parse_csv, parse_rows
+from .schedules.timeline import Timeline
 
 
 @dataclass(frozen=True, repr=False)

@@ -7,15 +7,13 @@ case. Classes of the user's own are nodes where they are registered under the na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import optree
 import torch
-
-from .wrapping import kind_of
 
 Tree: TypeAlias = Any
 Spec: TypeAlias = optree.PyTreeSpec
@@ -95,3 +93,86 @@ def describe(leaves: Sequence[Any]) -> str:
         for leaf in leaves
     )
     return "(" + ", ".join(inside) + ")"
+
+
+# ---- tensors that wrap others --------------------------------------------------------------------------------------
+
+#: The class, what is inside it by name (tensors described, the rest, such as a mesh, as it is), and what else it is.
+#: All of it hashable.
+Kind: TypeAlias = tuple[type, tuple[tuple[str, Any], ...], Any]
+
+
+def kind_of(tensor: torch.Tensor, describe: Callable[[torch.Tensor], Any]) -> Kind | None:
+    """What a wrapper is; ``None`` for an ordinary tensor.
+
+    >>> kind_of(torch.ones(2), id) is None
+    True
+    """
+    cls = type(tensor)
+    if cls is torch.Tensor or cls is torch.nn.Parameter or not hasattr(cls, "__tensor_flatten__"):
+        return None
+    names, rest = tensor.detach().__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = ((name, getattr(tensor, name)) for name in names)
+    return cls, tuple((name, describe(v) if isinstance(v, torch.Tensor) else v) for name, v in inner), rest
+
+
+def rebuild(kind: Kind, shape: Any, stride: Any, make: Callable[[Any], Any]) -> torch.Tensor:
+    """A wrapper of the kind around what ``make`` gives for the descriptions inside."""
+    cls, inner, rest = kind
+    made = {name: make(told) for name, told in inner}
+    return cls.__tensor_unflatten__(made, rest, torch.Size(shape), tuple(stride))  # type: ignore[attr-defined]
+
+
+def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The ordinary tensors that a tensor is made of; itself, mostly.
+
+    >>> [part.shape for part in parts(torch.ones(2))]
+    [torch.Size([2])]
+    """
+    if not hasattr(type(tensor), "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        inner = getattr(tensor, name)
+        if isinstance(inner, torch.Tensor):
+            yield from parts(inner)
+
+
+# ---- abstract leaves -----------------------------------------------------------------------------------------------
+
+
+class Aval(NamedTuple):
+    """Shape, strides, dtype and device of a tensor, whether a gradient is wanted for it, and what it wraps, if any."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    grad: bool = False
+    kind: Kind | None = None
+
+    @classmethod
+    def like(cls, tensor: torch.Tensor, grad: bool = False) -> Aval:
+        """The aval of a tensor."""
+        kind = None if type(tensor) is torch.Tensor else kind_of(tensor, cls.like)
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, grad, kind)
+
+    def build(self, plain: Callable[[Aval], torch.Tensor]) -> torch.Tensor:
+        """A tensor of this description, around what ``plain`` makes for descriptions of ordinary ones."""
+        if self.kind is None:
+            return plain(self)
+        inside = lambda inner: inner.build(plain) if isinstance(inner, Aval) else inner
+        return rebuild(self.kind, self.shape, self.stride, inside)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the smallest storage that holds it."""
+        if self.kind is not None:
+            return sum(inner.nbytes for _, inner in self.kind[1] if isinstance(inner, Aval))
+        if 0 in self.shape:
+            return 0
+        return self.dtype.itemsize * (1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True)))
+
+    def __str__(self) -> str:
+        outer = "" if self.kind is None else f"{self.kind[0].__name__} "
+        return f"{outer}{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"

@@ -26,8 +26,8 @@ from .faults import Watch
 from .group import Spec, Work
 from .local import LocalGroup
 from .meeting import Meeting
-from .nearby import SWITCH, meet
 from .reduce import all_reduce, start_gather, start_reduce
+from .shared_memory.nearby import SWITCH, meet
 from .wire import wire
 
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, repeat
 from typing import TypeAlias
 
-from ..actions import Action, AnyAction, Fused, Op, Placement, Row
 from ..schedule import Schedule
+from ..schedules.actions import Action, AnyAction, Fused, Op, Placement, Row
 
 Tape: TypeAlias = Iterator[AnyAction]
 

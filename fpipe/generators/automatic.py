@@ -28,7 +28,7 @@ from math import inf
 
 from ..errors import ScheduleError
 from ..schedule import Schedule
-from ..simulate import Costs
+from ..schedules.simulation import Costs
 from ._words import one_a_rank
 
 _ALMOST = 1 + 1e-9  #: times that are sums of the same costs in another order differ by less

@@ -22,9 +22,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from ..actions import Action, Op, Placement, Row
 from ..errors import ScheduleError
 from ..schedule import Schedule
+from ..schedules.actions import Action, Op, Placement, Row
 from ._words import deal, evenly, keep, tape
 from .one_f_one_b import make_one_f_one_b
 

@@ -28,9 +28,9 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..actions import Action, Placement, Row
 from ..errors import ScheduleError
 from ..schedule import Schedule
+from ..schedules.actions import Action, Placement, Row
 from ._words import Tape, deal, fused, keep, oldest, queueing, tape
 from .one_f_one_b import make_one_f_one_b
 

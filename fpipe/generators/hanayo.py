@@ -17,8 +17,8 @@ many as a unit has microbatches.
 
 from __future__ import annotations
 
-from ..actions import Placement
 from ..schedule import Schedule
+from ..schedules.actions import Placement
 from ._words import evenly, keep
 from .chimera import Leg, stream, two_streams
 

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..actions import Op, Placement
 from ..schedule import Schedule
+from ..schedules.actions import Op, Placement
 from ._words import deal, evenly, tape
 
 

@@ -22,8 +22,8 @@ that one's communication can run beside the other's computation:
 
 from __future__ import annotations
 
-from ..actions import Placement
 from ..schedule import Schedule
+from ..schedules.actions import Placement
 from ._words import deal, fused, one_a_rank, tape
 
 

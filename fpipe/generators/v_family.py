@@ -27,8 +27,8 @@ from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
-from ..actions import Action, Op, Placement
 from ..schedule import Schedule
+from ..schedules.actions import Action, Op, Placement
 
 _PERIOD = 6  #: of slots: F, f, i, I and their two W
 

@@ -13,8 +13,8 @@ least 2p - 1 microbatches, and leaves out the last ones where there are fewer.
 
 from __future__ import annotations
 
-from ..actions import Placement
 from ..schedule import Schedule
+from ..schedules.actions import Placement
 from ._words import deal, keep, tapes
 
 

@@ -3,8 +3,7 @@
 Nothing here imports transformers or torchtitan: their objects are taken as they come in.
 """
 
-from . import huggingface as huggingface
-from . import torchtitan as torchtitan
+from . import huggingface, torchtitan
 from .modules import from_module, to_module
 
 __all__ = ["from_module", "huggingface", "to_module", "torchtitan"]

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from ..balancing import estimate, spread
 from ..errors import StageError
+from ..generators.balancing import estimate, spread
 from ..stage import Stage, remat
 from ._router import Router, Totals, router_of
 from ._skeleton import Claim, Pure, claims, clone, is_experts

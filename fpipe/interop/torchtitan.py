@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._pipeline import Pipeline
-from .._pipeline import pipeline as _pipeline
 from ..errors import BatchError, StageError
 from ..generators import make_schedule
+from ..running.pipeline import Pipeline
+from ..running.pipeline import pipeline as _pipeline
 from ..schedule import Schedule
 from ..stage import Stage
 from ._chain import pieces

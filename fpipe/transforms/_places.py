@@ -16,8 +16,8 @@ import optree
 import torch
 from torch import Tensor
 
-from .._functorch import wrapped
 from ..errors import TransformError
+from ..programs._functorch import wrapped
 from ..tree import NAMESPACE, Spec, Tree, is_floating, names, tree_map
 from . import _foreach as F
 

@@ -1,0 +1,1 @@
+"""The command line: ``fpipe draw``, ``compare``, ``train``, ``doctor`` and ``profile``, and ``fpipe.launch``."""

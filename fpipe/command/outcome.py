@@ -1,0 +1,91 @@
+"""What came of a function on each rank, and which of several failures to raise.
+
+Shared by the ways to launch. Knows no process, no pipe and no cluster.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import LaunchError, PeerError, StalledError
+
+GRACE = 2.0  #: seconds in which the others may say what they saw, and then in which they may end by themselves
+
+
+@dataclass
+class Report:
+    """Of one rank: its result or its exception with the traceback in words, and when; ``how`` it died, if it did."""
+
+    ok: bool = False
+    value: Any = None
+    text: str = ""
+    when: float = 0.0
+    how: str = ""
+
+
+def environment(rank: int, ranks: int, address: str, port: int) -> dict[str, str]:
+    """What torchrun would set for a rank of one machine, where the launcher keeps the store."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there: rank 0 must not start one
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
+
+
+def store(address: str) -> Any:
+    """A store that the launcher keeps, so that it outlives every rank."""
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # slow, and only needed here
+
+    return TCPStore(address, 0, is_master=True, wait_for_workers=False)
+
+
+def call(
+    fn: Callable[..., Any], args: tuple[Any, ...], rank: int, dumps: Callable[[Any], bytes] = pickle.dumps
+) -> bytes:
+    """Call, and the report of it as bytes that another process can read.
+
+    >>> pickle.loads(call(max, (1, 2), rank=0)).value
+    2
+    """
+    try:
+        report = Report(ok=True, value=fn(*args))
+    except BaseException as error:
+        report = Report(value=error, text=traceback.format_exc())
+    report.when = time.time()
+    try:
+        raw = dumps(report)
+        pickle.loads(raw)
+    except Exception as error:
+        text = f"what rank {rank} returned cannot be sent to another process: {error}" if report.ok else report.text
+        raw = dumps(Report(text=text, when=report.when))
+    return raw
+
+
+def raise_first(reports: Mapping[int, Report]) -> None:
+    """The cause before its consequences: who died, then who raised, then who lost a peer; nothing if none failed."""
+
+    def order(rank: int) -> tuple[int, float]:
+        report = reports[rank]
+        return (0 if report.how else 2 if isinstance(report.value, (PeerError, StalledError)) else 1), report.when
+
+    failures = [rank for rank, report in reports.items() if not report.ok]
+    if not failures:
+        return
+    rank = min(failures, key=order)
+    report = reports[rank]
+    if report.how:
+        raise LaunchError(f"rank {rank} ended by {report.how} before it was done; its own output says more")
+    if isinstance(report.value, BaseException):
+        raise report.value from LaunchError(f"on rank {rank}:\n\n{report.text}")
+    raise LaunchError(f"on rank {rank}: {report.text}")

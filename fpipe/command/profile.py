@@ -1,0 +1,159 @@
+"""``fpipe profile``: what the stages and messages of a pipeline cost here, as a file that other commands read.
+
+Processes run the pipeline, by default one of plain blocks; what comes of it is a table, a ``Costs`` file and pictures.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..errors import ScheduleError, StageError
+from ..generators import make_schedule
+from ..schedule import Schedule
+from ..schedules.simulation import Costs
+from ..schedules.timeline import Timeline
+
+_COUNT = click.IntRange(1)
+
+
+@click.command("profile")
+@click.argument("what", default="ZBV", metavar="[NAME|FILE.csv]")
+@click.option("-p", "--ranks", type=click.IntRange(1, 64), default=2, show_default=True, help="Processes.")
+@click.option("-m", "--microbatches", type=_COUNT, default=8, show_default=True, help="Microbatches.")
+@click.option("--width", type=_COUNT, default=256, show_default=True, help="Of the built-in blocks.")
+@click.option("--tokens", type=_COUNT, default=64, show_default=True, help="Of a microbatch, for the built-in blocks.")
+@click.option("--blocks", type=_COUNT, default=2, show_default=True, help="Built-in blocks in a stage.")
+@click.option("--model", metavar="FILE.py:FUNCTION",
+              help="Your own: FUNCTION(group, schedule) returns (pipe, params, x, *targets).")  # fmt: skip
+@click.option("--steps", type=_COUNT, default=10, show_default=True, help="Steps to take means over.")
+@click.option("-o", "--out", type=click.Path(dir_okay=False, path_type=Path), default=Path("costs.json"),
+              show_default=True, help="The file of costs.")  # fmt: skip
+@click.option("--picture", multiple=True, type=click.Path(dir_okay=False),
+              help="Draw simulated over measured: .html, .svg, .png, .json, .txt.")  # fmt: skip
+def profile(
+    what: str, ranks: int, microbatches: int, width: int, tokens: int, blocks: int, model: str | None, steps: int,
+    out: Path, picture: tuple[str, ...],
+) -> None:  # fmt: skip
+    """Measure what a pipeline's stages and messages cost here, and write it as a file of costs.
+
+    The schedule runs with its backwards whole and split, so that the costs are good for any schedule that has as many
+    stages. The step of the schedule itself is measured beside its simulation by these costs.
+
+    \b
+    fpipe profile ZBV --ranks 2 --width 256 --out costs.json
+    fpipe profile 1F1B --model train.py:pipeline_for_profile --picture step.html
+    fpipe draw DualPipeV --ranks 2 --costs costs.json
+    """
+    schedule = _schedule(what, ranks, microbatches)
+    for path in picture:
+        if Path(path).suffix.lower() not in (".html", ".svg", ".png", ".json", ".txt"):
+            raise click.BadParameter(f"{path}: give .html, .svg, .png, .json or .txt", param_hint="--picture")
+    if model is not None and not Path(model.rpartition(":")[0]).is_file():
+        raise click.BadParameter(f"{model}: there is no such file; give FILE.py:FUNCTION", param_hint="--model")
+    from ..running.profile.profiling import table
+    from ..schedules import pictures  # here and below: torch takes its time
+    from .launch import launch
+
+    make: Any = (model, width, tokens, blocks)
+    found = launch(_on_rank, schedule, make, steps, ranks=schedule.ranks)[0]
+    price, real, simulated, wall = found
+    click.echo(f"{schedule!r}, {schedule.ranks} processes, means of {steps} steps\n\n{table(price)}\n")
+    click.echo(
+        f"a step: {1e3 * wall:.2f} ms by the clock, {1e3 * real.total:.2f} ms of actions, "
+        f"simulated {1e3 * simulated.total:.2f} ms ({simulated.total / real.total:.1%})"
+    )
+    try:
+        out.write_text(price.to_json() + "\n", encoding="utf-8")
+        for path in picture:
+            pictures.save([simulated, real], path)
+    except OSError as error:
+        raise click.FileError(str(error.filename or out), error.strerror or str(error)) from error
+    click.echo("wrote " + ", ".join(map(str, (out, *picture))) + f"; try: fpipe draw {what} --costs {out}")
+
+
+def _schedule(what: str, ranks: int, microbatches: int) -> Schedule:
+    try:
+        if Path(what).suffix.lower() == ".csv":
+            return Schedule.from_csv(what).check()
+        return make_schedule(what, ranks, microbatches).check()
+    except ScheduleError as error:
+        raise click.UsageError(str(error), click.get_current_context()) from error
+
+
+def _on_rank(
+    schedule: Schedule, make: tuple[str | None, int, int, int], steps: int
+) -> tuple[Costs, Timeline, Timeline, float]:
+    """In each process: the costs, the measured step whose length is the median, its simulation, and a step's median."""
+    import time
+    from statistics import median
+
+    import torch
+
+    from ..collectives.setup import init
+    from ..running.pipeline import value_and_grad
+    from ..running.profile.profiling import measure_costs
+    from ..running.profile.profiling import profile as clock
+
+    torch.set_num_threads(1)
+    group = init()
+    model, *size = make
+    pipe, params, *batch = _blocks(group, schedule, *size) if model is None else _users(model)(group, schedule)
+    price = measure_costs(pipe, params, *batch, steps=steps)
+    step = value_and_grad(pipe)
+    step(params, *batch)
+    walls, profiles = [], []
+    for _ in range(steps):
+        group.barrier()
+        start = time.perf_counter()
+        step(params, *batch)
+        walls.append(time.perf_counter() - start)
+        profiles.append(clock(step, name=schedule.name))
+        profiles[-1](params, *batch)
+    middle = sorted(profiles, key=lambda each: each.timeline.total)[len(profiles) // 2]
+    return price, middle.timeline, middle.simulate(price), median(walls)
+
+
+def _blocks(group: Any, schedule: Schedule, width: int, tokens: int, blocks: int) -> tuple[Any, ...]:
+    """A pipeline of LayerNorm, Linear, GELU, Linear and a residual, several of them a stage."""
+    import torch
+    from torch.nn.functional import gelu, layer_norm, linear
+
+    from ..running.pipeline import pipeline
+
+    def stage(params: Any, x: Any) -> Any:
+        for p in params:
+            h = layer_norm(x, x.shape[-1:], p["norm"], p["shift"])
+            x = x + linear(gelu(linear(h, p["up"], p["up_bias"])), p["down"], p["down_bias"])
+        return x
+
+    def block() -> dict[str, torch.Tensor]:
+        return {
+            "norm": torch.ones(width), "shift": torch.zeros(width),
+            "up": torch.randn(4 * width, width) * width**-0.5, "up_bias": torch.zeros(4 * width),
+            "down": torch.randn(width, 4 * width) * 0.5 * width**-0.5, "down_bias": torch.zeros(width),
+        }  # fmt: skip
+
+    torch.manual_seed(0)
+    params = [[block() for _ in range(blocks)] for _ in range(schedule.stages)]
+    x = torch.randn(schedule.microbatches, tokens, width)
+    pipe = pipeline([stage] * schedule.stages, schedule, loss=lambda y, t: (y - t).square().mean(), group=group)
+    return pipe, pipe.place(params), x, x
+
+
+def _users(where: str) -> Callable[..., Any]:
+    """The function that --model names."""
+    file, _, name = where.rpartition(":")
+    spec = importlib.util.spec_from_file_location("fpipe_profiled", file)
+    if spec is None or spec.loader is None:
+        raise StageError(f"--model {where}: {file} is no Python file; give FILE.py:FUNCTION")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    made = getattr(module, name, None)
+    if not callable(made):
+        raise StageError(f"--model {where}: {file} has no function {name!r}; give FILE.py:FUNCTION")
+    return made

@@ -1,0 +1,157 @@
+"""``fpipe.launch(..., on="ray")``: one actor of a Ray cluster for each rank.
+
+A placement group holds a bundle for each rank, all of them or none; ranks of one node are neighbours. Ray is imported
+when it is asked for. Knows nothing of what the function does.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+from ..errors import LaunchError
+from .outcome import GRACE, Report, call, environment, raise_first, store
+
+ACCELERATORS = ("GPU", "NPU", "XPU", "HPU")  #: resources of Ray, in the order in which they are looked for
+_PATIENCE = 60.0  #: seconds to wait for the cluster to have room, as one that grows will
+_RETURN = 5.0  #: at least so many, however short the run may be: what an earlier one held comes back late
+
+
+def launch(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    ranks: int,
+    timeout: float | None,
+    env: dict[str, str],
+    resource: str | None,
+) -> list[Any]:
+    """See ``fpipe.launch``. The store is kept by this process, which must therefore be on the cluster's network."""
+    ray = _ray()
+    if not ray.is_initialized():
+        ray.init()
+    bundle = _bundle(resource or _found(ray.cluster_resources()))
+    group = ray.util.placement_group([bundle] * ranks, strategy="PACK")
+    actors: list[Any] = []
+    try:
+        if not group.wait(_PATIENCE if timeout is None else min(max(timeout, _RETURN), _PATIENCE)):
+            raise LaunchError(_no_room(ranks, bundle, ray.cluster_resources()))
+        actors = [_actor(ray, group, index, bundle) for index in range(ranks)]
+        nodes = ray.get([actor.node.remote() for actor in actors])
+        actors = [actors[index] for index in _adjacent(nodes)]
+        kept = store(ray.util.get_node_ip_address())
+        return _run(ray, actors, fn, args, _environments(sorted(nodes, key=nodes.index), kept, env), timeout)
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        ray.util.remove_placement_group(group)
+
+
+def _ray() -> Any:
+    try:
+        ray: Any = import_module("ray")
+    except ImportError as error:
+        raise LaunchError(f"on='ray' needs Ray ({error}); pip install fpipe[ray]") from error
+    if import_module("ray.util.client").ray.is_connected():
+        raise LaunchError("this process is a client outside the Ray cluster; submit the script as a job of the cluster")
+    return ray
+
+
+def _found(resources: dict[str, float]) -> str:
+    """The accelerator that a cluster has, else CPU.
+
+    >>> _found({"CPU": 8.0, "NPU": 2.0}), _found({"CPU": 8.0})
+    ('NPU', 'CPU')
+    """
+    return next((name for name in ACCELERATORS if resources.get(name, 0) > 0), "CPU")
+
+
+def _bundle(resource: str) -> dict[str, float]:
+    return {"CPU": 1.0} if resource == "CPU" else {"CPU": 1.0, resource: 1.0}
+
+
+def _no_room(ranks: int, bundle: dict[str, float], has: dict[str, float]) -> str:
+    wanted = ", ".join(f"{count * ranks:g} {name}" for name, count in bundle.items())
+    there = ", ".join(f"{has.get(name, 0):g} {name}" for name in bundle)
+    return (
+        f"ranks={ranks} need {wanted} and the Ray cluster has {there}, or they are taken; start fewer ranks, wait for "
+        f"what runs there, or name what each rank shall have, as in on='ray:CPU'"
+    )
+
+
+def _actor(ray: Any, group: Any, index: int, bundle: dict[str, float]) -> Any:
+    more = {name: count for name, count in bundle.items() if name not in ("CPU", "GPU")}
+    where = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+    options: dict[str, Any] = {"num_cpus": 1, "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": where}
+    return ray.remote(_Rank).options(resources=more, max_restarts=0, **options).remote()
+
+
+class _Rank:
+    """One rank, in a process of Ray's. Ray shows it its own accelerator, and only that."""
+
+    def node(self) -> str:
+        return import_module("ray").get_runtime_context().get_node_id()
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str]) -> bytes:
+        # A class of the user's script is told whole, since that script is not imported here.
+        dumps = import_module("ray.cloudpickle").dumps
+        os.environ.update(env)
+        return call(fn, args, int(env["RANK"]), dumps)
+
+
+def _adjacent(nodes: Sequence[str]) -> list[int]:
+    """The order in which ranks of one node are neighbours.
+
+    >>> _adjacent(["a", "b", "a"])
+    [0, 2, 1]
+    """
+    return sorted(range(len(nodes)), key=lambda index: nodes.index(nodes[index]))
+
+
+def _environments(nodes: Sequence[str], kept: Any, more: dict[str, str]) -> list[dict[str, str]]:
+    """One for each rank, given the node of each: on a node, ranks count from 0 again."""
+    there, seen = Counter(nodes), Counter[str]()
+    found = []
+    for rank, node in enumerate(nodes):
+        local = {"LOCAL_RANK": str(seen[node]), "LOCAL_WORLD_SIZE": str(there[node])}
+        found.append({**environment(rank, len(nodes), kept.host, kept.port), **local, **more})
+        seen[node] += 1
+    return found
+
+
+def _run(
+    ray: Any, actors: list[Any], fn: Callable[..., Any], args: tuple[Any, ...], envs: list[Any], timeout: float | None
+) -> list[Any]:
+    sent = ray.put(args)  # once, not once for each rank
+    pending = {
+        actor.run.remote(fn, sent, env): rank for rank, (actor, env) in enumerate(zip(actors, envs, strict=True))
+    }
+    reports: dict[int, Report] = {}
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while pending:
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            break
+        for ref in ray.wait(list(pending), timeout=left)[0]:
+            rank = pending.pop(ref)
+            reports[rank] = _report(ray, ref)
+            if not reports[rank].ok and all(report.ok for other, report in reports.items() if other != rank):
+                deadline = time.monotonic() + GRACE
+    raise_first(reports)
+    if pending:
+        late = sorted(pending.values())
+        raise LaunchError(f"ranks {late} were not done after timeout={timeout:g} seconds; all were ended")
+    return [reports[rank].value for rank in range(len(actors))]
+
+
+def _report(ray: Any, ref: Any) -> Report:
+    try:
+        return pickle.loads(ray.get(ref))
+    except ray.exceptions.RayActorError as error:
+        return Report(how=f"the death of its actor ({str(error).strip().splitlines()[0]})", when=time.time())
+    except ray.exceptions.RayError as error:
+        return Report(text=str(error), when=time.time())

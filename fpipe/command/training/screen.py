@@ -1,0 +1,153 @@
+"""What is seen while ``fpipe train`` runs: a live display on a terminal, and a line now and then elsewhere.
+
+Knows the reports of ``rank`` by their fields alone, and nothing of how they are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from ...schedules.pictures._colours import WORDS, fill
+from ...schedules.timeline import Timeline
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+class _Step(Protocol):
+    @property
+    def number(self) -> int: ...
+    @property
+    def loss(self) -> float: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+
+
+class Screen:
+    """Shows progress, loss, speed and the lanes of the step that was measured last."""
+
+    def __init__(self, console: Console, title: str, steps: int):
+        self.console, self.title, self.steps = console, title, steps
+        self.losses: list[float] = []
+        self.speeds: list[float] = []
+        self.lanes: Timeline | None = None
+        self.lanes_of = 0
+        self.bar = Progress(
+            TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("left"), TimeRemainingColumn(), console=console, expand=True,
+        )  # fmt: skip
+        self.task = self.bar.add_task("starting the ranks", total=steps)
+        self.live = Live(console=console, refresh_per_second=6, transient=False, get_renderable=self.picture)
+
+    def __enter__(self) -> Screen:
+        if self.console.is_terminal:
+            self.live.start()
+        else:
+            self.console.print(self.title)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.console.is_terminal:
+            self.live.stop()
+
+    # ---- news ---------------------------------------------------------------------------------------------------
+    def ready(self, parameters: int) -> None:
+        """The ranks have met."""
+        self.title = f"{self.title}, {parameters:,} parameters"
+        self.bar.update(self.task, description="tracing the stages")
+
+    def step(self, done: _Step) -> None:
+        """A step is done."""
+        self.losses.append(done.loss)
+        self.speeds.append(done.tokens / done.seconds)
+        self.bar.update(self.task, completed=done.number + 1, description="training")
+        last = done.number + 1 == self.steps
+        if not self.console.is_terminal and (last or done.number % max(self.steps // 10, 1) == 0):
+            self.console.print(f"step {done.number + 1:4d}   loss {done.loss:.4f}   {self._speed():7,.0f} tokens/s")
+
+    def measured(self, number: int, timeline: Timeline) -> None:
+        """A step was measured."""
+        self.lanes, self.lanes_of = timeline, number
+
+    # ---- the picture --------------------------------------------------------------------------------------------
+    def picture(self) -> RenderableType:
+        """All of it."""
+        inside = max(self.console.width - 4, 20)
+        parts: list[RenderableType] = [self.bar, self._figures(inside)]
+        if self.lanes is not None:
+            title = (
+                f"step {self.lanes_of + 1} as it ran: {1e3 * self.lanes.total:.0f} ms, bubble {self.lanes.bubble:.0%}"
+            )
+            parts += [Text(), Text(title, style="dim"), lanes(self.lanes, inside)]
+        return Panel(Group(*parts), title=f"[bold]fpipe train[/bold]  {self.title}", title_align="left")
+
+    def _figures(self, width: int) -> RenderableType:
+        if not self.losses:
+            return Text("loss  -", style="dim")
+        row = Table.grid(padding=(0, 3))
+        row.add_row(
+            Text(f"loss {self.losses[-1]:.4f}", style="bold"),
+            Text(sparkline(self.losses, max(min(width - 40, 60), 8)), style="cyan"),
+            Text(f"{self._speed():,.0f} tokens/s", style="bold"),
+        )
+        return row
+
+    def _speed(self) -> float:
+        """The middle one of the last few: the first step makes the programs."""
+        recent = sorted(self.speeds[-15:])
+        return recent[len(recent) // 2]
+
+
+def lanes(timeline: Timeline, width: int) -> Text:
+    """A timeline in one line per rank, and what the colours mean; a rank's later stages are paler.
+
+    >>> from fpipe.schedule import Schedule
+    >>> print(lanes(Schedule.parse("[0F0, 0B0]").simulate(), 20).plain)
+    rank 0  FFFFBBBBBBBB
+    F forward   B backward
+    """
+    columns, picture, seen = max(width - 8, 8), Text(no_wrap=True), set[str]()
+    for rank in range(timeline.ranks):
+        picture.append(f"rank {rank:<2} ", style="dim")
+        held = timeline.placement.stages_of(rank)
+        row = [(" ", "")] * columns
+        for span in timeline.of_rank(rank):
+            first, last = ((t - timeline.start) / timeline.total * columns for t in (span.start, span.end))
+            parts = span.action.parts
+            for column in range(int(first), min(max(round(last), int(first) + 1), columns)):
+                part = parts[column % len(parts)]  # a fused action shows both
+                ground = fill(part.op, held.index(part.stage), len(held))
+                row[column] = part.op, f"{ground} on {ground}"  # the letter is seen where colours are not
+                seen.add(part.op)
+        for letter, style in row:
+            picture.append(letter, style=style)
+        picture.append("\n")
+    for op in sorted(seen, key="FBIW".index):
+        picture.append(op, style=f"on {fill(op, 0, 1)}")
+        picture.append(f" {WORDS[op]}   ")
+    picture.rstrip()
+    return picture
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Numbers as little bars, at most ``width`` of them, each the mean of its share.
+
+    >>> sparkline([4, 3, 2, 1], 4), sparkline([1, 1], 8), sparkline([8, 0, 4, 4], 2)
+    ('█▆▃▁', '▁▁', '▁▁')
+    """
+    count = min(width, len(values))
+    edges = [k * len(values) // count for k in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    return "".join(_BARS[round((m - low) / (high - low) * 7) if high > low else 0] for m in means)

@@ -1,0 +1,57 @@
+"""The same gradients without a pipeline: plain autograd, one process, one microbatch after another.
+
+This is what a pipeline is held to, so nothing of the engine is used here: a schedule is only asked in which order it
+adds a stage's gradients up, because sums of floating-point numbers depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import tree
+from ...schedule import Schedule
+from ...schedules.actions import plain
+
+
+def one_process(
+    functions: Sequence[Callable[..., Any]], params: Sequence[Any], loss: Callable[..., Tensor],
+    x: Tensor, *targets: Tensor, schedule: Schedule,
+) -> tuple[Tensor, list[Any]]:  # fmt: skip
+    """Loss and gradients of the mean over microbatches, by plain autograd.
+
+    >>> from fpipe.generators import make_schedule
+    >>> double = lambda p, x: 2 * p * x
+    >>> x, y = torch.tensor([1.0, 3.0]), torch.zeros(2)
+    >>> params, schedule = [torch.tensor(1.0)], make_schedule("1F1B", 1, 2)
+    >>> one_process([double], params, lambda y, t: (y - t).sum(), x, y, schedule=schedule)
+    (tensor(4.), [tensor(4.)])
+    """
+    m = schedule.microbatches
+    leaves = [[leaf.detach().clone().requires_grad_() for leaf in tree.leaves(p)] for p in params]
+    specs = [tree.flatten(p)[1] for p in params]
+    losses, grads = [], []
+    for piece in zip(*(batch.chunk(m) for batch in (x, *targets)), strict=True):
+        y = piece[0]
+        for fn, own, spec in zip(functions, leaves, specs, strict=True):
+            y = fn(tree.unflatten(spec, own), y)
+        weighted = loss(y, *piece[1:]) * (1.0 / m)
+        made = iter(torch.autograd.grad(weighted, [leaf for own in leaves for leaf in own]))
+        losses.append(weighted.detach())
+        grads.append([[next(made) for _ in own] for own in leaves])
+    summed = [_summed(grads, stage, schedule) for stage in range(len(leaves))]
+    return reduce(torch.add, losses), [tree.unflatten(spec, own) for spec, own in zip(specs, summed, strict=True)]
+
+
+def _summed(grads: Sequence[Sequence[Sequence[Tensor]]], stage: int, schedule: Schedule) -> list[Tensor]:
+    """One stage's gradients: each home adds up in its own order, and then the homes are added."""
+    homes = []
+    for rank in schedule.placement.ranks_of(stage):
+        order = [a.microbatch for a in plain(schedule[rank]) if a.stage == stage and a.op in "BW"]
+        if order:
+            homes.append([reduce(torch.add, column) for column in zip(*(grads[k][stage] for k in order), strict=True)])
+    return [reduce(torch.add, column) for column in zip(*homes, strict=True)]

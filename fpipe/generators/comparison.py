@@ -1,0 +1,142 @@
+"""All schedules side by side: what each would cost at the same counts and the same price per rank.
+
+The price is that of a rank's whole share of the model, so that a schedule that puts two stages on a rank pays half
+for each, and memory is counted in whole shares too. How a schedule is made, checked and simulated is known elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ..errors import ScheduleError
+from ..schedule import Schedule
+from ..schedules.simulation import Costs
+from . import make_schedule, schedule_names
+
+
+class Entry(NamedTuple):
+    """What one schedule would cost."""
+
+    name: str
+    stages: int
+    bubble: float  # 1 - work / span
+    total: float  # from the first start of all to the last end of all
+    span: float  # the longest time from a rank's own first start to its own last end
+    memory: float  # the most that a rank holds, in activations of a whole share for one microbatch, or in bytes
+    weights: float  # copies of a share that a rank holds: 2 where every stage has two homes
+    messages: int  # between ranks, each one microbatch's activations or their gradient
+    volume: float  # their bytes, where the costs know them
+
+
+def per_share(costs: Costs, schedule: Schedule) -> Costs:
+    """Costs of a rank's whole share, told per stage of ``schedule``.
+
+    >>> from fpipe.generators import make_schedule
+    >>> per_share(Costs(comm=0.5), make_schedule("ZBV", 2, 4))
+    Costs(F=0.5, I=0.5, W=0.5, comm=0.5, saved=0.5)
+    """
+    part = schedule.ranks / schedule.stages
+    scaled: dict[str, Any] = {}
+    for name in ("F", "I", "W", "B", "overlap", "saved", "kept"):
+        value = getattr(costs, name)
+        if value is not None and not isinstance(value, (int, float)):
+            raise ScheduleError(
+                f"{name}={value!r} is one number per stage, but schedules with different stages are compared by a "
+                "rank's whole share; give one number",
+                rule="costs",
+            )
+        scaled[name] = None if value is None else value * part
+    return replace(costs, **scaled)
+
+
+def compare(
+    ranks: int, microbatches: int, *, stages: int | None = None, costs: Costs | None = None
+) -> tuple[list[Entry], list[str]]:
+    """An entry for every named schedule that these counts allow, the least bubble first; and why others are left out.
+
+    >>> entries, _ = compare(4, 8)
+    >>> entries[0].name, entries[0].bubble, entries[0].total
+    ('ZBVZeroBubble', 0.0, 25.5)
+    """
+    entries: list[Entry] = []
+    left_out: list[str] = []
+    for name in schedule_names():
+        try:
+            schedule = make_schedule(name, ranks, microbatches, stages).check()
+        except ScheduleError as error:
+            left_out.append(f"{name}: {str(error).splitlines()[0]}")
+        else:
+            entries.append(_entry(name, schedule, costs or Costs()))
+    return sorted(entries, key=lambda e: (round(e.bubble, 9), e.memory, e.total)), left_out
+
+
+def _entry(name: str, schedule: Schedule, costs: Costs) -> Entry:
+    t = schedule.simulate(per_share(costs, schedule))
+    held = max(len(schedule.placement.stages_of(rank)) for rank in range(schedule.ranks))
+    return Entry(
+        name=name,
+        stages=schedule.stages,
+        bubble=max(t.bubble, 0.0),
+        total=t.total,
+        span=t.span,
+        memory=max(t.peak_bytes),
+        weights=held * schedule.ranks / schedule.stages,
+        messages=t.messages,
+        volume=t.volume,
+    )
+
+
+# ---- as text --------------------------------------------------------------------------------------------------------
+class _Column(NamedTuple):
+    field: str
+    show: Callable[[Any], str]
+    starred: bool = True
+
+
+def table(entries: Sequence[Entry], best: Callable[[str], str] = str) -> Iterator[str]:
+    """Lines of text, the least of each column with a star where it is not the same in all; ``best`` decorates it.
+
+    >>> print(*table(compare(4, 8)[0][:2]), sep="\\n")
+    schedule       stages  bubble   total   span   memory   weights   messages
+    ZBVZeroBubble       8   0.00%    25.5*    24        4*       1x         96
+    ZBH2                4   0.00%      27     24        7        1x         48*
+    """
+    columns = list(_columns(entries))
+    wide = max((len(entry.name) for entry in entries), default=8)
+    cells = [[column.show(getattr(entry, column.field)) for column in columns] for entry in entries]
+    widths = [max(len(c.field), *(len(row[k]) for row in cells), 0) for k, c in enumerate(columns)]
+    heads = [f"{column.field:>{size}} " for column, size in zip(columns, widths, strict=True)]
+    yield "  ".join(["schedule".ljust(wide), "stages", *heads]).rstrip()
+    for entry, row in zip(entries, cells, strict=True):
+        told = []
+        for column, text, size in zip(columns, row, widths, strict=True):
+            star = column.starred and _is_best(entry, entries, column.field)
+            told.append(best(f"{text:>{size}}*") if star else f"{text:>{size}} ")
+        yield "  ".join([entry.name.ljust(wide), f"{entry.stages:>6}", *told]).rstrip()
+
+
+def _columns(entries: Sequence[Entry]) -> Iterator[_Column]:
+    yield _Column("bubble", lambda v: f"{100 * v:.2f}%")
+    yield _Column("total", _number)
+    yield _Column("span", _number)
+    yield _Column("memory", _bytes if max((e.memory for e in entries), default=0) >= 4096 else _number)
+    yield _Column("weights", lambda v: f"{v:g}x", starred=False)
+    yield _Column("messages", str)
+    if any(entry.volume for entry in entries):
+        yield _Column("volume", _bytes)
+
+
+def _is_best(entry: Entry, entries: Sequence[Entry], field: str) -> bool:
+    numbers = [round(getattr(e, field), 9) for e in entries]
+    return round(getattr(entry, field), 9) == min(numbers) < max(numbers)
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+
+
+def _bytes(value: float) -> str:
+    power, prefix = next(((p, n) for p, n in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if value >= 2**p), (0, "B"))
+    return f"{value / 2**power:.4g} {prefix}"

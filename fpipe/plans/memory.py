@@ -1,0 +1,243 @@
+"""How many bytes a rank holds at each step of its plan, by storage: two views of one tensor count once.
+
+Parameters, the caller's batch and constants are not counted. Where ranks live in different processes, a receive counts
+from when it is posted, and a sent value until it is known to have been received. This module follows steps; it changes
+nothing.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import fx
+
+from ..programs.program import Program
+from ..programs.stage_programs import Held, Programs
+from ..tree import Aval
+from .plan import Step
+from .value_graph import Key
+
+
+@dataclass(slots=True)
+class _Storage:
+    """Memory that is held: what it is called, how large it is, and how many values lie in it."""
+
+    root: Key
+    nbytes: int
+    users: int = 0
+
+
+class _Made(NamedTuple):
+    """An output of a program, in memory."""
+
+    place: int
+    given: int | None  # the place of the input whose memory this is; -1: of one that the program does not read itself
+    root: str  # the value whose memory it is
+    nbytes: int
+
+
+class Ledger:
+    """Bytes held, by storage. ``wired``: messages cross processes, and so have buffers of their own."""
+
+    def __init__(self, wired: bool = False) -> None:
+        self.live = 0
+        self.wired = wired
+        self.leaving: dict[int, list[list[Key]]] = {}
+        self.behind: dict[Key, _Storage] = {}
+        self.held: dict[Key, _Storage] = {}
+        self._made: dict[int, tuple[_Made, ...]] = {}
+        self._excess: dict[tuple[int, tuple[int, ...]], int] = {}
+
+    def begin(self, key: Key, root: Key, nbytes: int) -> None:
+        """A value is there, in memory of its own or in some that is held already."""
+        if key in self.behind:
+            return
+        storage = self.held.get(root)
+        if storage is None:
+            storage = self.held[root] = _Storage(root, nbytes)
+            self.live += nbytes
+        storage.users += 1
+        self.behind[key] = storage
+
+    def share(self, key: Key, storage: _Storage) -> None:
+        """A value is there, in the memory of another."""
+        if key not in self.behind:
+            storage.users += 1
+            self.behind[key] = storage
+
+    def end(self, key: Key) -> None:
+        """A value is gone."""
+        storage = self.behind.pop(key, None)
+        if storage is None:
+            return
+        storage.users -= 1
+        if not storage.users:
+            del self.held[storage.root]
+            self.live -= storage.nbytes
+
+    def run(self, step: Step, ends: Sequence[int]) -> int:
+        """Bytes while a program runs; afterwards its outputs are held. ``ends``: the places of the reads that end."""
+        own, program, reads, writes = step.owner, step.program, step.reads, step.writes
+        assert own is not None and program is not None
+        dying = self._dying(reads, ends)
+        memo = (id(program), dying)
+        beyond = self._excess.get(memo)
+        if beyond is None:
+            sizes = {program.inputs[place]: self.behind[reads[place]].nbytes for place in dying}
+            beyond = self._excess[memo] = excess(own, program, sizes)
+        during = self.live + beyond
+        made = self._made.get(id(program))
+        if made is None:
+            made = self._made[id(program)] = _outputs(own, program)
+        for place, given, root, nbytes in made:
+            key = writes[place]
+            if given is None:
+                self.begin(key, (key[0], key[1], root), nbytes)
+            else:
+                source = self.behind.get(key if given < 0 else reads[given])
+                if source is not None:
+                    self.share(key, source)
+        return during
+
+    def _dying(self, reads: Sequence[Key], ends: Sequence[int]) -> tuple[int, ...]:
+        """The places of reads whose memory nobody else uses."""
+        found = [(place, storage) for place in ends if (storage := self.behind.get(reads[place])) is not None]
+        if all(storage.users == 1 for _, storage in found):
+            return tuple([place for place, _ in found])
+        count: dict[Key, int] = {}
+        for _, storage in found:
+            count[storage.root] = count.get(storage.root, 0) + 1
+        return tuple([place for place, storage in found if count[storage.root] == storage.users])
+
+    def other(self, step: Step) -> int:
+        """Bytes of a step that runs no program."""
+        if step.share is not None:
+            self._of_copies(step)
+        elif self.wired and step.kind == "RECV":
+            self.begin(_buffer(step), _buffer(step), sum(spec.bytes for spec in step.avals))
+        elif self.wired and step.kind == "SEND":
+            sends = self.leaving.setdefault(step.peer, [])
+            sent = [(*key[:2], f"{key[2]} to {step.peer}") for key in step.reads]
+            sends.append(sent)
+            for key, left in zip(step.reads, sent, strict=True):
+                storage = self.behind.get(key)
+                if storage is not None:
+                    self.share(left, storage)
+        elif step.kind == "SETTLE":
+            for sent in self.leaving[step.peer][: step.number]:
+                for key in sent:
+                    self.end(key)
+            del self.leaving[step.peer][: step.number]
+        elif step.kind == "WAIT" or step.kind == "ZERO":
+            if self.wired and step.kind == "WAIT":
+                self.end(_buffer(step))
+            for key, made in zip(step.writes, step.avals, strict=True):
+                self.begin(key, key, made.nbytes if isinstance(made, Aval) else made.bytes)
+        elif step.kind == "ADD":
+            sums = step.avals or (None,) * len(step.writes)
+            for key, value, how, made in zip(step.writes, step.reads, step.how, sums, strict=True):
+                storage = self.behind.get(value)
+                if how == "add" or storage is None:
+                    continue
+                if how == "take":
+                    self.share(key, storage)
+                else:
+                    self.begin(key, key, made.nbytes if isinstance(made, Aval) else storage.nbytes)
+        elif step.kind == "SUM":
+            storage = self.behind.get(step.reads[0])
+            for key in step.writes:
+                if storage is not None:
+                    self.begin(key, key, storage.nbytes)
+        return self.live
+
+    def _of_copies(self, step: Step) -> None:
+        """What copies of the pipeline do together: memory for it while it is under way, then for what it gives."""
+        assert step.share is not None
+        memory = (-2, step.number, "of all copies")
+        if step.kind != "WAIT":
+            if step.kind != "RESHARD":
+                self.begin(memory, memory, step.share.bytes)
+            return
+        for key, nbytes in zip(step.writes, step.share.landed(), strict=True):
+            if key is not None and nbytes is None:
+                self.share(key, self.behind[memory])
+            elif key is not None and nbytes is not None:
+                self.begin(key, key, nbytes)
+        self.end(memory)
+
+
+def _buffer(step: Step) -> Key:
+    """The memory into which a message comes."""
+    return (-2, step.number, f"from {step.peer}")
+
+
+def _outputs(own: Programs, program: Program) -> tuple[_Made, ...]:
+    """The outputs of a program that lie in memory, and where that comes from."""
+    places = {name: place for place, name in enumerate(program.inputs)}
+    found = []
+    for place, name in enumerate(program.outputs):
+        held = own.memory.get(name)
+        if held is not None:
+            given = places.get(held.root, -1) if held.given else None
+            found.append(_Made(place, given, held.root, held.nbytes))
+    return tuple(found)
+
+
+_EXCESS: WeakKeyDictionary[Program, dict[frozenset[str], int]] = WeakKeyDictionary()
+
+
+def excess(own: Programs, program: Program, dropped: dict[str, int]) -> int:
+    """The most bytes that a program holds beyond what it found, where it may free the inputs ``dropped``, with their
+    sizes."""
+    memo = _EXCESS.setdefault(program, {})
+    names = frozenset(dropped)
+    if names not in memo:
+        memo[names] = _excess(own, program, dropped)
+    return memo[names]
+
+
+def _items(node: fx.Node, made: set[str]) -> tuple[list[str], int]:
+    """The values that an operation of several results makes at once, and the bytes of those that nobody asks for."""
+    results = node.meta.get("val")
+    if not isinstance(results, (tuple, list)):
+        return [], 0
+    users = [user for user in node.users if user.target is operator.getitem and user.name in made]
+    asked = {user.args[1]: user.name for user in users}
+    idle = [r for i, r in enumerate(results) if isinstance(r, torch.Tensor) and i not in asked]
+    return list(asked.values()), sum(r.untyped_storage().nbytes() for r in idle)
+
+
+def _excess(own: Programs, program: Program, dropped: dict[str, int]) -> int:
+    last: dict[str, int] = {}
+    root = {name: held.root for name, held in own.memory.items()}
+    made = {n.name for n in program.nodes}
+    for index, node in enumerate(program.nodes):
+        for used in (node.name, *(u.name for u in node.all_input_nodes)):
+            last[root.get(used, used)] = index
+    kept = {root.get(name, name) for name in program.outputs}
+    freed: dict[int, int] = {}
+    for base in {root.get(name, name) for name in dropped} - kept:
+        size = max(nbytes for name, nbytes in dropped.items() if root.get(name, name) == base)
+        freed[last.get(base, -1)] = freed.get(last.get(base, -1), 0) + size
+    now, peak, seen = -freed.get(-1, 0), 0, set()
+    for index, node in enumerate(program.nodes):
+        items, idle = _items(node, made)
+        for name in (node.name, *items):
+            held: Held | None = own.memory.get(name)
+            if held is not None and held.root in made and held.root not in seen:
+                seen.add(held.root)
+                now += held.nbytes
+        if idle:
+            now += idle
+            freed[last[node.name]] = freed.get(last[node.name], 0) + idle
+        peak = max(peak, now)
+        now -= freed.get(index, 0)
+        for base in [b for b in seen if last[b] == index and b not in kept]:
+            seen.discard(base)
+            now -= own.memory[base].nbytes
+    return peak

@@ -1,0 +1,247 @@
+"""Messages of one rank: what comes from whom in which order, what goes where, and when a send has surely arrived.
+
+The order of a channel is that in which the sender's row makes its messages; the receiver reads that row, so both agree
+without a word. Receives are posted a few ahead of need; on a ``strict`` group, where a send blocks until it is asked
+for, exactly where one common order of all ranks has the message. Knows schedules and wires, and no program.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from ..collectives.group import Spec
+from ..schedules.actions import RULE, Action, plain
+from ..schedules.simulation import Costs, simulate_rows
+from .plan import Job, Kinds, Step, spec_of
+from .value_graph import Key, Out
+
+#: op -> the facts that it makes and others may wait for.
+_TRAVELS = {op: tuple(kind for kind in made if kind != "W") for op, (made, _) in RULE.items()}
+#: Where all ranks follow one order, sends that may be under way to one rank.
+_BEHIND = 2
+
+
+class Channel:
+    """Messages from one rank, in the order in which they come: their keys, their specs and where they are made."""
+
+    def __init__(self, src: int):
+        self.src = src
+        self.messages: list[tuple[tuple[Key, ...], tuple[Spec, ...]]] = []
+        self.made: list[int] = []  # the place in the sender's row
+        self.actions: list[Action] = []  # and what makes it
+        self.posted = self.had = 0
+        self.fence = -1  # messages of the first phase; -1: no phases
+
+    @property
+    def end(self) -> int:
+        """How many may be posted in this phase."""
+        return self.fence if self.fence >= 0 else len(self.messages)
+
+
+class Traffic:
+    """Emits RECV, WAIT, SEND and SETTLE steps into ``out``, and knows in ``here`` which values the rank has."""
+
+    def __init__(self, job: Job, rank: int, out: list[Step], here: set[Key]):
+        self.job, self.rank, self.out, self.here = job, rank, out, here
+        self.placement = job.schedule.placement
+        self.coming: dict[Key, tuple[Channel, int]] = {}
+        self.under_way: dict[int, deque[int]] = {}
+        self._dests: dict[tuple[int, str, int, int], list[tuple[int, list[Out]]]] = {}
+        self._specs: dict[Out, Spec] = {}
+        self._places: dict[int, dict[tuple[int, int], int]] = {}
+        self.channels = self._incoming()
+        self.place = 0
+        # Forwards alone bring no word back of what has arrived: there, too, one order of all ranks says it.
+        self.ordered = job.strict or (job.wired and not job.training)
+        if self.ordered:
+            self._follow()
+
+    # ---- who sends what to whom ---------------------------------------------------------------------------------
+    def kind(self, mb: int) -> Kinds:
+        """The kind of a microbatch."""
+        return self.job.kinds[self.job.kind_of[mb]]
+
+    def outgoing(self, stage: int, fact: str, mb: int) -> list[tuple[int, list[Out]]]:
+        """Which values go to which other ranks once a fact of a stage is there."""
+        memo = (stage, fact, self.job.kind_of[mb], self.placement.path_index(mb))
+        found = self._dests.get(memo)
+        if found is None:
+            path = self.placement.path(mb)
+            by_rank: dict[int, list[Out]] = {}
+            last = len(path) - 1
+            home = path[min(stage, last)]
+            for out in self.kind(mb).wires.users(stage, fact):
+                for rank in dict.fromkeys(path[min(max(s, 0), last)] for s in out.readers):
+                    if rank != home:
+                        by_rank.setdefault(rank, []).append(out)
+            found = self._dests[memo] = list(by_rank.items())
+        return found
+
+    def _incoming(self) -> list[Channel]:
+        """Read the other ranks' rows for what they send here."""
+        job, sources = self.job, set()
+        for mb in dict.fromkeys(self._first_of_kinds()):
+            path = self.placement.path(mb)
+            for stage in range(job.stages + 1):
+                for fact in ("F" if stage < job.stages else "") + ("I" if job.training else ""):
+                    if any(rank == self.rank for rank, _ in self.outgoing(stage, fact, mb)):
+                        sources.add(path[min(stage, job.stages - 1)])
+        channels = []
+        for src in sorted(sources - {self.rank}):
+            channel = Channel(src)
+            for action, place, _ in _places(job, src):
+                if job.phased and action.op != "F" and channel.fence < 0:
+                    channel.fence = len(channel.messages)
+                for fact in _TRAVELS[action.op]:
+                    if fact == "I" and action.stage == job.stages - 1:
+                        self._expect(channel, place, action, action.stage + 1, "I")
+                    self._expect(channel, place, action, action.stage, fact)
+            channels.append(channel)
+        return channels
+
+    def _first_of_kinds(self) -> Iterator[int]:
+        """One microbatch for every pair of kind and path."""
+        seen = set()
+        for mb in range(self.job.schedule.microbatches):
+            pair = (self.job.kind_of[mb], self.placement.path(mb))
+            if pair not in seen:
+                seen.add(pair)
+                yield mb
+
+    def _expect(self, channel: Channel, place: int, action: Action, stage: int, fact: str) -> None:
+        for rank, outs in self.outgoing(stage, fact, action.microbatch):
+            if rank == self.rank:
+                keys = tuple((o.stage, action.microbatch, o.name) for o in outs)
+                for key in keys:
+                    self.coming[key] = (channel, len(channel.messages))
+                channel.messages.append((keys, tuple(map(self.spec, outs))))
+                channel.made.append(place)
+                channel.actions.append(action)
+
+    def spec(self, out: Out) -> Spec:
+        """How a value travels."""
+        found = self._specs.get(out)
+        if found is None:
+            found = self._specs[out] = spec_of(out.aval)
+        return found
+
+    # ---- steps --------------------------------------------------------------------------------------------------
+    def begin(self) -> None:
+        """Post the first receives of a phase."""
+        if not self.job.strict:
+            for channel in self.channels:
+                self._post(channel, channel.had + self.job.ahead)
+
+    def before(self, place: int) -> None:
+        """Where one order is followed, post what others send before the action at ``place`` of this row starts."""
+        self.place = place
+        if self.ordered:
+            self._post_until((self._times[place][0], self.placement.ranks))
+
+    def _post_until(self, moment: tuple[float, int]) -> None:
+        while self._events and self._events[0][:2] < moment:
+            _, src, number = self._events.popleft()
+            self._post(self._by_rank[src], number + 1)
+
+    def _follow(self) -> None:
+        """Lay out one order of all ranks.
+
+        It is the simulator's at unit cost: a message stands at the end of the action that makes it, messages of one
+        moment by sender. Every rank posts and sends in this order, so the first event of it that is not over can always
+        happen: nobody waits for ever.
+        """
+        schedule = self.job.schedule
+        rows = tuple(tuple(plain(row)) for row in schedule)
+        line = simulate_rows(rows, schedule.placement, schedule.microbatches, Costs())
+        self._by_rank = {channel.src: channel for channel in self.channels}
+        ends = {src: {s.position: s.end for s in line.of_rank(src)} for src in self._by_rank}
+        events = ((ends[c.src][place], c.src, n) for c in self.channels for n, place in enumerate(c.made))
+        self._events = deque(sorted(events))
+        self._times = {span.position: (span.start, span.end) for span in line.of_rank(self.rank)}
+
+    def drain(self) -> None:
+        """Have every message that was posted or, in a first phase, will be sent."""
+        for channel in self.channels:
+            while channel.had < channel.end:
+                self.fetch(channel.messages[channel.had][0][0])
+
+    def next_phase(self) -> None:
+        """Between the phases everything is waited for; then receives go on."""
+        self.drain()
+        self.under_way.clear()
+        for channel in self.channels:
+            channel.fence = -1
+
+    def _post(self, channel: Channel, upto: int) -> None:
+        while channel.posted < min(upto, channel.end):
+            specs = channel.messages[channel.posted][1]
+            self.out.append(Step("RECV", peer=channel.src, number=channel.posted, avals=specs))
+            channel.posted += 1
+
+    def fetch(self, key: Key) -> None:
+        """Wait for the message that brings a value, and for those before it."""
+        found = self.coming.get(key)
+        if found is None:
+            return
+        channel, number = found
+        while channel.had <= number:
+            self._post(channel, channel.had + 1 + (0 if self.job.strict else self.job.ahead))
+            keys, specs = channel.messages[channel.had]
+            made = channel.actions[channel.had]
+            self.out.append(Step("WAIT", made, writes=keys, peer=channel.src, number=channel.had, avals=specs))
+            self.here.update(keys)
+            channel.had += 1
+            if self.job.wired:
+                self._settle(channel.src, channel.made[channel.had - 1])
+
+    def send(self, action: Action, stage: int, fact: str) -> None:
+        """Send what a fact of a stage gives to other ranks."""
+        going = self.outgoing(stage, fact, action.microbatch)
+        if going and self.ordered:
+            self._post_until((self._times[self.place][1], self.rank))
+        for rank, outs in going:
+            keys = tuple((o.stage, action.microbatch, o.name) for o in outs)
+            specs = tuple(map(self.spec, outs))
+            self.out.append(Step("SEND", action, reads=keys, peer=rank, avals=specs))
+            if self.job.wired:
+                needed = max(self._reads_at(rank, s, fact, action.microbatch) for out in outs for s in out.readers)
+                waiting = self.under_way.setdefault(rank, deque())
+                waiting.append(needed)
+                if self.ordered and len(waiting) > _BEHIND:
+                    # In the common order the older message comes before this one, so its receiver asks for it without
+                    # needing anything that this rank does later.
+                    waiting.popleft()
+                    self.out.append(Step("SETTLE", peer=rank, number=1))
+
+    def _reads_at(self, rank: int, stage: int, fact: str, mb: int) -> int:
+        """Where in a rank's row a stage has certainly had what it reads of a microbatch; -1 if it is not there."""
+        places = self._places.get(rank)
+        if places is None:
+            places = self._places[rank] = {}
+            for action, _, place in _places(self.job, rank):
+                if action.op != "W":
+                    places[action.stage, action.microbatch] = place  # the backward, where there is one, comes last
+        return places.get((min(max(stage, 0), self.job.stages - 1), mb), -1)
+
+    def _settle(self, peer: int, made: int) -> None:
+        """A message of a peer shows that whatever it read before making it has arrived there."""
+        waiting = self.under_way.get(peer)
+        count = 0
+        while waiting and waiting[0] <= made:
+            waiting.popleft()
+            count += 1
+        if count:
+            self.out.append(Step("SETTLE", peer=peer, number=count))
+
+
+def _places(job: Job, rank: int) -> Iterator[tuple[Action, int, int]]:
+    """The actions of a row, each with the place from which on it may have made its message, and the one by which it
+    has surely read what it needs: its own, or the first and the last of what it is woven with."""
+    place = 0
+    woven = job.overlap.how != "sequential" and not job.strict
+    for action in job.schedule[rank]:
+        first, last = place, place + len(action.parts) - 1
+        for part in action.parts:
+            yield part, first if woven else place, last if woven else place
+            place += 1

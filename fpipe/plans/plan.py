@@ -1,0 +1,186 @@
+"""``Plan``: what one rank runs, as a flat tuple of instructions over numbered slots.
+
+Everything is explicit here: which program on which slots, what is sent to whom, what is received when, what is freed
+at its last use, what is added to which gradient. A plan can be printed and its peak memory read before anything runs.
+This module knows programs and ranks, and neither tensors nor backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from ..collectives.group import Spec, arriving
+from ..programs.program import Program
+from ..programs.stage_programs import Programs
+from ..schedule import Schedule
+from ..schedules.actions import Action, Row
+from ..tree import Aval
+from .sharding import Copies, Layout, Share
+from .value_graph import Key, Wires
+from .weaving.weave import Overlap, Weave
+
+Kind: TypeAlias = Literal["F", "B", "I", "W", "RECV", "WAIT", "SEND", "ADD", "ZERO", "SUM", "SETTLE",
+                          "REDUCE", "UNSHARD", "RESHARD", "EACH"]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One step of a plan.
+
+    F B I W   run ``program`` on the slots ``reads``, results into ``writes`` (-1: not wanted)
+    RECV      ask for message ``number`` of rank ``peer``            WAIT   have it, in ``writes``
+    SEND      hand ``reads`` to rank ``peer``                        ZERO   zeros of ``specs`` into ``writes``
+    ADD       add ``reads`` to the gradients ``writes``, by ``how``  SUM    ``reads``, in order, summed into ``writes``
+    SETTLE    let go of ``number`` sends to rank ``peer``, which what arrived shows to have been received
+    REDUCE    begin to add up the gradients ``reads`` of a stage over the copies of the pipeline (``share`` says which)
+    UNSHARD   begin to gather a stage's parameters from parts        RESHARD   let go of them
+    EACH      hand a microbatch's outputs ``reads`` to the caller's function
+
+    ``frees`` are the slots that are empty afterwards.
+    """
+
+    kind: Kind
+    action: Action | None = None
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    frees: tuple[int, ...] = ()
+    program: Program | None = None
+    peer: int = -1
+    number: int = -1
+    specs: tuple[Spec, ...] = ()
+    how: tuple[str, ...] = ()
+    share: Share | None = None
+
+    def __str__(self) -> str:
+        what = {
+            "RECV": f"from {self.peer} #{self.number}",
+            "WAIT": f"from {self.peer} #{self.number}",
+            "SEND": f"to {self.peer}",
+            "SETTLE": f"{self.number} to {self.peer}",
+        }
+        words = [self.kind if self.action is None or len(self.kind) > 1 else str(self.action)]
+        words += [self.program.label] if self.program is not None and self.program.label else []
+        if self.share is not None:
+            part = "" if self.kind != "WAIT" else "gradients of " if self.share.gradients else "parameters of "
+            words += [f"{part}stage {self.share.stage}"]
+        elif self.kind in what:
+            words += [what[self.kind]]
+        words += [f"{list(self.reads)}"] if self.reads else []
+        words += [f"-> {list(self.writes)}"] if self.writes else []
+        words += [f"free {list(self.frees)}"] if self.frees else []
+        return " ".join(words)
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """The programs of one kind of microbatch: those of the stages that live on a rank, the loss's, and the wires."""
+
+    wires: Wires
+    programs: Mapping[int, Programs]
+    loss: Programs | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be lowered: a schedule with programs for it.
+
+    ``kinds[kind_of[m]]`` describes microbatch ``m``. ``training`` asks for gradients; without it the schedule holds
+    forwards alone. ``tied`` groups gradient leaves ``(stage, index)`` that are one parameter; ``grad_specs`` describes
+    the gradients that travel, of replicated stages and ties. ``wide`` accumulates in another dtype.
+    """
+
+    schedule: Schedule
+    kinds: tuple[Kinds, ...]
+    kind_of: tuple[int, ...]
+    training: bool = True
+    tied: tuple[tuple[tuple[int, int], ...], ...] = ()
+    grad_specs: Mapping[tuple[int, int], Spec] = field(default_factory=dict)
+    wide: torch.dtype | None = None
+    wants_dx: bool = False
+    phased: bool = False  # all forwards first, with nothing under way between the phases
+    wired: bool = False  # some ranks live in other processes
+    strict: bool = False  # a send blocks until it is asked for, and receives are posted exactly where the plan says
+    ahead: int = 2
+    overlap: Overlap = field(default_factory=Overlap)
+    each: bool = False  # outputs go to the caller's function as they are made, and are not kept
+    copies: Copies | None = None  # of the whole pipeline, on other data
+    layouts: Mapping[int, Layout] = field(default_factory=dict)  # by stage, where there are copies
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return self.schedule.stages
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank runs.
+
+    ``feeds`` says which slot takes which value before the start, ``results`` in which slot a value stands at the end.
+    ``split`` is the first instruction after the last forward (for ``vjp``). ``peak`` is the most bytes held at once,
+    parameters and the caller's batch aside.
+    """
+
+    rank: int
+    instructions: tuple[Instruction, ...]
+    slots: int
+    feeds: Mapping[Key, int]
+    results: Mapping[Key, int]
+    split: int
+    peak: int
+    curve: tuple[int, ...] = ()
+    weaves: Mapping[str, Weave] = field(default_factory=dict)  # by fused action
+    row: Row = ()  # the actions that it carries out, those included that need no instruction
+
+    def __str__(self) -> str:
+        head = f"rank {self.rank}: {len(self.instructions)} instructions, {self.slots} slots, peak {self.peak:,} bytes"
+        lines = [head, *(f"  {i:4d}  {ins}" for i, ins in enumerate(self.instructions))]
+        for made in {id(w): w for w in self.weaves.values()}.values():
+            others = sum(w is made for w in self.weaves.values()) - 1
+            lines += ["", str(made), *([f"  and {others} more fused actions like it"] if others else [])]
+        return "\n".join(lines)
+
+
+def grad_key(stage: int, index: int) -> Key:
+    """The key under which a stage's accumulated gradient stands."""
+    return (stage, -2, f"p{index}")
+
+
+def reduced_key(stage: int, index: int) -> Key:
+    """The key under which the gradient of all copies stands, or this copy's part of it."""
+    return (stage, -2, f"r{index}")
+
+
+def whole_key(stage: int, index: int) -> Key:
+    """The key under which a parameter that came in parts stands while it is whole."""
+    return (stage, -1, f"w{index}")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An instruction before slots are given out: the same, over keys."""
+
+    kind: Kind
+    action: Action | None = None
+    reads: tuple[Key, ...] = ()
+    writes: tuple[Key, ...] = ()
+    program: Program | None = None
+    owner: Programs | None = None
+    peer: int = -1
+    number: int = -1
+    avals: tuple[Any, ...] = ()
+    how: tuple[str, ...] = ()
+    share: Share | None = None
+
+
+def spec_of(aval: Aval) -> Spec:
+    """How a value travels."""
+    return Spec(aval.shape, arriving(aval.shape, aval.stride), aval.dtype)
+
+
+__all__ = ["Aval", "Instruction", "Job", "Kinds", "Plan", "Sequence", "Share", "Step", "grad_key", "reduced_key",
+           "spec_of", "whole_key"]  # fmt: skip

@@ -1,0 +1,335 @@
+"""How copies of a pipeline share a stage's tensors: flat buckets, cut into one part for each copy.
+
+A bucket is memory of one dtype in which leaves lie one after another, each at a multiple of 64 bytes, padded so that
+the parts are equal. A copy holds of each leaf what falls into its part, perhaps nothing: the tree keeps its form and
+its names, and whatever works element by element works on parts. Knows tensors and layouts; no plan, schedule or stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..collectives.group import Group, part_of
+from ..errors import StageError
+
+#: Kernels may take another way, and so round otherwise, where memory is not aligned as an allocation is.
+_ALIGNED = 64
+
+
+@dataclass(frozen=True)
+class Copies:
+    """How the copies of a pipeline work together; the arguments ``dp=``, ``zero=``, ... of ``fpipe.pipeline``."""
+
+    group: Group
+    zero: int = 0
+    dtype: torch.dtype | None = None  # in which gradients are reduced
+    bucket: int = 1 << 25  # bytes, at most, but for a leaf that is larger
+    unsharded: int = 2  # stages held whole at once, with zero=3
+    mean: bool = True
+    own: tuple[str, ...] = ()  # names of leaves that are not copies: each copy has its own, as of experts
+
+    def __post_init__(self) -> None:
+        if self.zero not in (0, 1, 2, 3):
+            raise StageError(
+                f"zero={self.zero!r}; 0 keeps everything whole, 1 cuts the optimizer state, 2 the gradients too and 3 "
+                "the parameters too"
+            )
+        if len(self.group.here) != 1:
+            raise StageError(
+                f"dp={self.group!r} has {len(self.group.here)} ranks in this process; a copy of the pipeline is one "
+                "process or more: give the group that fpipe.init(dp=...) has as .dp"
+            )
+        if self.bucket < 1 or self.unsharded < 1:
+            raise StageError(f"bucket_bytes={self.bucket}, unsharded={self.unsharded}; both must be 1 at least")
+
+    @classmethod
+    def of(cls, group: Group | None, zero: int, *rest: Any) -> Copies | None:
+        """What the arguments ask for; ``None`` without a group of copies."""
+        if group is None and zero:
+            raise StageError(f"zero={zero} needs copies to share with; pass dp=, which fpipe.init(dp=...) has as .dp")
+        return None if group is None else cls(group, zero, *rest)
+
+    @property
+    def part(self) -> int:
+        """Which copy this process belongs to."""
+        return self.group.here[0]
+
+    @property
+    def told(self) -> str:
+        """What every process must say alike."""
+        return (
+            f"{self.group.size} of them, zero={self.zero}, reduced in {self.dtype or 'the dtype of gradients'}, "
+            f"bucket_bytes={self.bucket}, unsharded={self.unsharded}, {'mean' if self.mean else 'sum'}, own={self.own}"
+        )
+
+    @property
+    def cut(self) -> bool:
+        """Whether parameters come, and gradients go, in parts."""
+        return self.zero > 0
+
+    def total(self, value: Tensor) -> Tensor:
+        """A number's sum over the copies, in its own dtype where the device has that."""
+        device = self.group.device(self.part)
+        dtype = value.dtype if device.type in ("cpu", "cuda") else torch.float32
+        return self.group.all_reduce(value.to(device, dtype)).to(value.device, value.dtype)
+
+    def average(self, value: Tensor) -> Tensor:
+        """What copies' losses are together: their mean, or their sum where each has been weighed already."""
+        return self.group.all_reduce(value, "mean" if self.mean else "sum")
+
+    def divided(self, value: Tensor) -> Tensor:
+        """A gradient that no other copy has a part in, as one of the mean of the copies' losses."""
+        return value / self.group.size if self.mean else value
+
+    def layout(self, leaves: Sequence[Any], trained: Sequence[bool | None]) -> Layout:
+        """The layout of a stage's leaves; ``None`` for one that is not shared."""
+        return Layout.of(leaves, trained, self.part, self.group.size, self.bucket)
+
+
+class Bucket(NamedTuple):
+    """Leaves in one memory: where each begins, and how many elements there are in all, padding included."""
+
+    dtype: torch.dtype
+    trained: bool
+    leaves: tuple[int, ...]
+    starts: tuple[int, ...]
+    size: int
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole memory."""
+        return self.size * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The buckets of a stage, and which of ``parts`` parts is this process's.
+
+    >>> leaves = [torch.zeros(3, 8), 5, torch.zeros(16)]
+    >>> for part in range(2):
+    ...     layout = Layout.of(leaves, [True, False, True], part, parts=2)
+    ...     print([len(piece) if isinstance(piece, Tensor) else piece for piece in layout.cut(leaves)])
+    [24, 5, 0]
+    [0, 5, 16]
+    """
+
+    shapes: tuple[tuple[int, ...] | None, ...]  # by leaf; None: it is not shared
+    buckets: tuple[Bucket, ...]
+    part: int
+    parts: int
+
+    @classmethod
+    def of(
+        cls, leaves: Sequence[Any], trained: Sequence[bool | None], part: int, parts: int, limit: int = 1 << 25
+    ) -> Layout:  # fmt: skip
+        """Floating leaves into buckets of one dtype, in their order; those that are trained apart from the others."""
+        open_: dict[tuple[torch.dtype, bool], list[list[int]]] = {}
+        shared = [tree.is_floating(leaf) and flag is not None for leaf, flag in zip(leaves, trained, strict=True)]
+        for index, leaf in enumerate(leaves):
+            if shared[index]:
+                rows = open_.setdefault((leaf.dtype, bool(trained[index])), [[]])
+                held = sum(leaves[i].numel() for i in rows[-1]) * leaf.dtype.itemsize
+                if rows[-1] and held + leaf.numel() * leaf.dtype.itemsize > limit:
+                    rows.append([])
+                rows[-1].append(index)
+        made = [_bucket(dtype, flag, row, leaves, parts) for (dtype, flag), rows in open_.items() for row in rows]
+        shapes = tuple(tuple(leaf.shape) if known else None for leaf, known in zip(leaves, shared, strict=True))
+        return cls(shapes, tuple(made), part, parts)
+
+    # ---- this process's part ------------------------------------------------------------------------------------
+    def pieces(self, bucket: Bucket) -> Iterator[tuple[int, int, int, int]]:
+        """Leaf, first and last element of it that are this process's, and where they lie in its part."""
+        size = bucket.size // self.parts
+        low, high = self.part * size, (self.part + 1) * size
+        for leaf, start in zip(bucket.leaves, bucket.starts, strict=True):
+            end = start + self.numel(leaf)
+            first, last = min(max(start, low), end), max(min(end, high), start)
+            yield (leaf, first - start, max(last, first) - start, max(first - low, 0))
+
+    def numel(self, leaf: int) -> int:
+        """Elements of a whole leaf."""
+        shape = self.shapes[leaf]
+        assert shape is not None
+        return torch.Size(shape).numel()
+
+    def cut(self, leaves: Sequence[Any]) -> list[Any]:
+        """This process's pieces of whole leaves, as copies; leaves that are not shared as they are."""
+        out = list(leaves)
+        for bucket in self.buckets:
+            for leaf, first, last, _ in self.pieces(bucket):
+                if out[leaf] is not None:
+                    out[leaf] = out[leaf].detach().reshape(-1)[first:last].clone()
+        return out
+
+    def fill(self, bucket: Bucket, pieces: Sequence[Tensor]) -> Tensor:
+        """Memory for the whole bucket with this process's part in it; ``pieces`` by leaf of the bucket."""
+        memory = torch.empty(bucket.size, dtype=pieces[0].dtype, device=pieces[0].device)
+        mine = part_of(memory, self.part, self.parts)
+        end = 0
+        for piece, (_, first, last, at) in zip(pieces, self.pieces(bucket), strict=True):
+            if last > first:
+                mine[end:at].zero_()
+                end = at + last - first
+                mine[at:end].copy_(piece)
+        mine[end:].zero_()
+        return memory
+
+    def split(self, bucket: Bucket, mine: Tensor) -> list[Tensor]:
+        """This process's part of a bucket as pieces of its leaves: views."""
+        return [mine[at : at + last - first] for _, first, last, at in self.pieces(bucket)]
+
+    # ---- whole --------------------------------------------------------------------------------------------------
+    def pack(self, bucket: Bucket, leaves: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
+        """Whole leaves of a bucket in one memory; what is missing is zero."""
+        device = next(leaf.device for leaf in leaves if leaf is not None)
+        memory = torch.empty(bucket.size, dtype=dtype, device=device)
+        into: list[Tensor] = []
+        given: list[Tensor] = []
+        end = 0
+        for leaf, value, start in zip(bucket.leaves, leaves, bucket.starts, strict=True):
+            if value is not None:
+                if start > end:
+                    memory[end:start].zero_()
+                end = start + self.numel(leaf)
+                into.append(memory[start:end].view(value.shape))
+                given.append(value)
+        if end < bucket.size:
+            memory[end:].zero_()
+        torch._foreach_copy_(into, given)  # pyright: ignore[reportPrivateImportUsage]
+        return memory
+
+    def whole(self, bucket: Bucket, memory: Tensor) -> list[Tensor]:
+        """The leaves of a bucket: views of its memory."""
+        return [
+            memory[start : start + self.numel(leaf)].view(self.shapes[leaf])  # type: ignore[arg-type]
+            for leaf, start in zip(bucket.leaves, bucket.starts, strict=True)
+        ]
+
+
+def _bucket(dtype: torch.dtype, trained: bool, row: Sequence[int], leaves: Sequence[Any], parts: int) -> Bucket:
+    grain = max(_ALIGNED // dtype.itemsize, 1)
+    starts, end = [], 0
+    for index in row:
+        starts.append(end)
+        end += -(-leaves[index].numel() // grain) * grain
+    return Bucket(dtype, trained, tuple(row), tuple(starts), -(-end // (grain * parts)) * grain * parts)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What an instruction is about that copies carry out together: leaves of a stage, parameters or gradients.
+
+    ``wide`` is the dtype in which gradients were accumulated, where it is not their own.
+    """
+
+    stage: int
+    layout: Layout
+    leaves: tuple[int, ...]
+    copies: Copies
+    gradients: bool = False
+    wide: torch.dtype | None = None
+
+    def buckets(self) -> list[Bucket]:
+        """Those that hold one of the leaves."""
+        return [bucket for bucket in self.layout.buckets if not set(self.leaves).isdisjoint(bucket.leaves)]
+
+    def dtype(self, bucket: Bucket) -> torch.dtype:
+        """Of the values before and after."""
+        wide = self.wide if self.gradients and bucket.dtype.is_floating_point else None
+        return wide or bucket.dtype
+
+    def carried(self, bucket: Bucket) -> torch.dtype:
+        """Of the memory of a bucket under way."""
+        return (self.copies.dtype if self.gradients else None) or self.dtype(bucket)
+
+    @property
+    def bytes(self) -> int:
+        """Of what is under way."""
+        return sum(bucket.size * self.carried(bucket).itemsize for bucket in self.buckets())
+
+    def landed(self) -> list[int | None]:
+        """Bytes of each leaf's value afterwards; None: it is a view of what was under way."""
+        found: dict[int, int | None] = {}
+        for bucket in self.buckets():
+            itemsize = self.dtype(bucket).itemsize
+            views = not self.gradients or (not self.copies.cut and self.carried(bucket) == self.dtype(bucket))
+            for leaf, first, last, _ in self.layout.pieces(bucket):
+                count = last - first if self.gradients and self.copies.cut else self.layout.numel(leaf)
+                found[leaf] = None if views else count * itemsize
+        return [found[leaf] for leaf in self.leaves]
+
+
+class Shares:
+    """The layouts of a pipeline's stages, as its parameters showed them, and the way to parts and back."""
+
+    def __init__(self, copies: Copies):
+        self.copies = copies
+        self.layouts: dict[int, tuple[tree.Spec, Layout]] = {}
+
+    def flags(self, stage: int, value: Any, frozen: Sequence[str]) -> list[bool | None]:
+        """Whether each leaf is trained; ``None``: it is not shared."""
+        if not frozen and not self.copies.own:
+            return [True] * len(tree.leaves(value))
+        names = [f"{stage}.{name}" for name in tree.names(value)]
+        return [None if tree.matches(n, self.copies.own) else not tree.matches(n, frozen) for n in names]
+
+    def cut(self, stage: int, value: Any, frozen: Sequence[str]) -> Any:
+        """This process's part of one stage's whole tree, whose layout is known from then on."""
+        leaves, spec = tree.flatten(value)
+        layout = self.copies.layout(leaves, self.flags(stage, value, frozen))
+        self.layouts[stage] = spec, layout
+        return tree.unflatten(spec, layout.cut(leaves))
+
+    def join(self, stage: int, value: Any) -> Any:
+        """One stage's whole tree from everybody's parts; every copy must call this in one order."""
+        spec, layout = self._known(stage)
+        leaves: list[Any] = list(spec.flatten_up_to(value))
+        self.check(stage, leaves)
+        for bucket in layout.buckets:
+            pieces = [leaves[index] for index in bucket.leaves]
+            if any(piece is None for piece in pieces):
+                continue
+            (memory,) = self.copies.group.start_gather(layout.fill(bucket, pieces)).wait()
+            for index, leaf in zip(bucket.leaves, layout.whole(bucket, memory), strict=True):
+                leaves[index] = leaf
+        return tree.unflatten(spec, leaves)
+
+    def _known(self, stage: int) -> tuple[tree.Spec, Layout]:
+        if stage not in self.layouts:
+            raise StageError(
+                f"nothing is known of the whole of stage {stage}; call pipe.shard(params) with whole parameters first "
+                "(tensors on the device 'meta' will do)"
+            )
+        return self.layouts[stage]
+
+    def check(self, stage: int, leaves: Sequence[Any]) -> Layout:
+        """The layout of a stage; raises where leaves are not the parts that it says."""
+        layout = self._known(stage)[1]
+        wanted = {leaf: last - first for b in layout.buckets for leaf, first, last, _ in layout.pieces(b)}
+        for leaf, count in wanted.items():
+            if leaf >= len(leaves) or (leaves[leaf] is not None and tuple(leaves[leaf].shape) != (count,)):
+                got = "nothing" if leaf >= len(leaves) else tree.describe([leaves[leaf]])
+                raise StageError(
+                    f"with zero={self.copies.zero} a pipeline takes parts: leaf {leaf} of stage {stage} must have "
+                    f"{count} elements along one axis and is {got}; pass what pipe.shard(params) gives"
+                )
+        return layout
+
+    def seen(
+        self, stage: int, value: Any, leaves: Sequence[Any], frozen: Sequence[str]
+    ) -> tuple[list[Any], Layout]:  # fmt: skip
+        """The leaves of a call as the stage will see them, those that come in parts without data; and their layout."""
+        if not self.copies.cut:
+            return list(leaves), self.copies.layout(leaves, self.flags(stage, value, frozen))
+        layout = self.check(stage, leaves)
+        return self._whole(layout, leaves), layout
+
+    def _whole(self, layout: Layout, leaves: Sequence[Any]) -> list[Any]:
+        return [leaf if shape is None else torch.empty(shape, dtype=leaf.dtype, device="meta")
+                for leaf, shape in zip(leaves, layout.shapes, strict=True)]  # fmt: skip

@@ -1,0 +1,1 @@
+"""Programs that run on autograd's graph, for functions that cannot be traced."""

@@ -1,0 +1,1 @@
+"""Transforms beside the gradient: forward mode, per-example gradients, and use inside torch.func."""

@@ -1,0 +1,348 @@
+"""The interpreter: one short loop over a plan, a generator that yields only where it must wait.
+
+``bind`` turns each instruction into a small function of the registers, once; ``execute`` runs them. ``drive`` runs one
+rank per process, or all ranks of a local group in turn, by the same code. Nothing here knows schedules or backends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+from ..collectives.group import Group, Work
+from ..errors import ActionError, DeadlockError, FpipeError, StageError
+from ..plans.copies import together
+from ..plans.plan import Instruction, Plan
+from ..programs._fake import where
+
+Registers: TypeAlias = list[Any]
+StepFn: TypeAlias = Callable[[Registers], Any]
+#: Looks at an instruction, what its program was given, what it gave, and the random state before it where it draws.
+Check: TypeAlias = Callable[[Instruction, Sequence[Any], Sequence[Any], torch.Tensor | None], None]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A plan whose instructions are ready to be called, on one rank of one group."""
+
+    plan: Plan
+    steps: tuple[StepFn, ...]
+    group: Group
+
+
+@dataclass(frozen=True)
+class Options:
+    """How instructions are bound: the accumulation dtype, and a check of each result."""
+
+    wide: torch.dtype | None = None
+    check: Check | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    first: int = 0  # the number of the first microbatch among those of all copies
+
+
+#: A profiler: given a bound plan, steps of it and the first one's number, it returns steps that tell when they ran.
+WATCH: ContextVar[Callable[[Bound, Sequence[StepFn], int], Sequence[StepFn]] | None] = ContextVar("WATCH", default=None)
+
+
+def bind(plan: Plan, group: Group, options: Options) -> Bound:
+    """Make every instruction callable."""
+    steps = tuple(_bind(ins, plan.rank, group, options) for ins in plan.instructions)
+    return Bound(plan, steps, group)
+
+
+def execute(bound: Bound, r: Registers, start: int = 0, stop: int | None = None) -> Generator[Work, None, None]:
+    """Run the steps; yields a receive that is not done yet."""
+    index = start
+    steps: Sequence[StepFn] = bound.steps if start == 0 and stop is None else bound.steps[start:stop]
+    watch = WATCH.get()
+    if watch is not None:
+        steps = watch(bound, steps, start)
+    try:
+        for step in steps:
+            pending = step(r)
+            if pending is not None:
+                work, writes = pending
+                if not work.done():
+                    yield work
+                for slot, tensor in zip(writes, work.wait(), strict=True):
+                    r[slot] = tensor
+                tensor = work = pending = None  # they hold what arrived
+            index += 1
+    except Exception as error:
+        if isinstance(error, FpipeError) and (isinstance(error, ActionError) or not isinstance(error, StageError)):
+            raise
+        raise _explain(error, bound.plan.instructions[index], bound.plan.rank) from error
+
+
+def drive(runs: Mapping[int, Generator[Work, None, None]], describe: Callable[[int], str]) -> None:
+    """Run the ranks that live here until all are done; where several do, in turn."""
+    if len(runs) == 1:
+        deque(next(iter(runs.values())), maxlen=0)  # the step that follows waits; what was yielded is not kept
+        return
+    waiting: dict[int, Work | None] = dict.fromkeys(runs)
+    while waiting:
+        moved = False
+        for rank in list(waiting):
+            work = waiting[rank]
+            if work is not None and not work.done():
+                continue
+            moved = True
+            try:
+                waiting[rank] = next(runs[rank])
+            except StopIteration:
+                del waiting[rank]
+        if not moved:
+            told = "\n".join(f"  rank {rank}: {describe(rank)}" for rank in waiting)
+            raise DeadlockError(
+                f"every rank waits for another:\n{told}\nschedule.check() finds such a schedule before it runs"
+            )
+
+
+# ---- instructions as functions --------------------------------------------------------------------------------------
+
+
+def _bind(ins: Instruction, rank: int, group: Group, options: Options) -> StepFn:
+    if ins.program is not None:
+        return _program(ins, options, rank, group)
+    if ins.share is not None:
+        return together(ins, ins.share, group.journal, rank)
+    if ins.kind == "SEND":
+        return _send(ins, rank, group)
+    if ins.kind == "RECV":
+        return _recv(ins, rank, group)
+    if ins.kind == "WAIT":
+        return _wait(ins, rank, group)
+    if ins.kind == "SETTLE":
+        return _settle(ins, group)
+    if ins.kind == "ADD":
+        return _add(ins, options.wide)
+    if ins.kind == "EACH":
+        return _each(ins, rank, group)
+    if ins.kind == "ZERO":
+        return _zero(ins, group.device(rank))
+    assert ins.kind == "SUM", ins.kind
+    return _sum(ins)
+
+
+def _program(ins: Instruction, options: Options, rank: int, group: Group) -> StepFn:
+    program, reads, frees = ins.program, ins.reads, ins.frees
+    assert program is not None and ins.action is not None
+    run = program.run
+    where = (ins.action.stage, options.first + ins.action.microbatch, program.name) if program.random else None
+    resumes, leaves = program.stream or (False, False)  # a segment goes on with the stream of the one before
+    device = options.device
+    if options.check is not None:
+        run = _checked(run, options.check, ins)
+    if all(slot >= 0 for slot in ins.writes):
+        writes: Sequence[tuple[int, int]] = tuple(enumerate(ins.writes))
+        every = True
+    else:
+        writes, every = tuple((i, slot) for i, slot in enumerate(ins.writes) if slot >= 0), False
+    slots = ins.writes
+    journal, note = group.journal, " ".join(filter(None, [str(ins.action), program.label]))
+
+    def step(r: Registers) -> None:
+        box = [r[i] for i in reads]
+        for i in frees:
+            r[i] = None
+        journal(rank, note)
+        if where is not None and r[-1] is not None:
+            if resumes:
+                _stream(device, r[-2].pop(where))
+            else:
+                _seed(device, r[-1], *where)
+        out = run(box)
+        if leaves and r[-1] is not None:
+            r[-2][where] = _stream(device)
+        if every:
+            for slot, value in zip(slots, out):  # noqa: B905  (lengths agree by construction)
+                r[slot] = value
+        else:
+            for i, slot in writes:
+                r[slot] = out[i]
+
+    return step
+
+
+def _seed(device: torch.device, seed: int, stage: int, mb: int, letter: str) -> None:
+    """Set the device's random stream for one program run: a function of (seed, stage, microbatch) alone."""
+    text = f"{seed}/{stage}/{mb}/{letter}".encode()
+    mixed = int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(mixed)
+    else:
+        torch.get_device_module(device).manual_seed(mixed)
+
+
+def _stream(device: torch.device, state: torch.Tensor | None = None) -> torch.Tensor:
+    """The device's random stream where it stands; put there first, if a state is given."""
+    module, at = (torch, ()) if device.type == "cpu" else (torch.get_device_module(device), (device,))
+    if state is not None:
+        module.set_rng_state(state, *at)
+    return module.get_rng_state(*at) if state is None else state
+
+
+def registers(plan: Plan, seed: int | None) -> Registers:
+    """Empty registers: the slots, then the receives under way, then the seed."""
+    return [None] * plan.slots + [{}, seed]
+
+
+def _checked(run: Callable[[list[Any]], Any], check: Check, ins: Instruction) -> Callable[[list[Any]], Any]:
+    assert ins.program is not None
+    random = ins.program.random
+
+    def checked(box: list[Any]) -> Any:
+        given, state = list(box), torch.get_rng_state() if random else None
+        out = run(box)
+        check(ins, given, out, state)
+        return out
+
+    return checked
+
+
+def _send(ins: Instruction, rank: int, group: Group) -> StepFn:
+    reads, frees, peer, specs = ins.reads, ins.frees, ins.peer, ins.specs
+    made_ready = getattr(group, "sender", None)  # a group may look up once what does not change
+    send = made_ready(rank, peer, specs) if made_ready else lambda t: group.send(t, rank, peer, specs)
+
+    def step(r: Registers) -> None:
+        tensors = tuple([r[i] for i in reads])
+        for i in frees:
+            r[i] = None
+        send(tensors)
+
+    return step
+
+
+def _recv(ins: Instruction, rank: int, group: Group) -> StepFn:
+    key, specs, peer = (ins.peer, ins.number), ins.specs, ins.peer
+    if not _ahead(ins, rank, group):
+        return lambda r: None  # nothing is posted: the wait takes what is there
+
+    def step(r: Registers) -> None:
+        r[-2][key] = group.recv(specs, peer, rank)
+
+    def strictly(r: Registers) -> None:
+        work = r[-2][key] = group.recv(specs, peer, rank)
+        ask = getattr(work, "ask", None)  # a group that posts receives late must post this one here
+        if ask is not None:
+            ask()
+
+    return strictly if group.strict else step
+
+
+def _ahead(ins: Instruction, rank: int, group: Group) -> bool:
+    """Whether messages of a channel are asked for ahead; a group may say of some that they need no buffer before."""
+    ahead = getattr(group, "ahead", None)
+    return ahead is None or ahead(ins.peer, rank)
+
+
+def _wait(ins: Instruction, rank: int, group: Group) -> StepFn:
+    key, writes, journal = (ins.peer, ins.number), ins.writes, group.journal
+    what = f"{ins.action}'s message" if ins.action is not None else "gradients"
+    note = f"waiting for {what} from rank {ins.peer}"
+
+    def step(r: Registers) -> tuple[Work, tuple[int, ...]]:
+        journal(rank, note)
+        return r[-2].pop(key), writes
+
+    if _ahead(ins, rank, group):
+        return step
+    peer, specs, slot = ins.peer, ins.specs, writes[0] if writes else -1
+    fetch = group.fetcher(peer, rank, specs)  # type: ignore[attr-defined]
+
+    def take(r: Registers) -> tuple[Work, tuple[int, ...]] | None:
+        found = fetch()
+        if found is None:
+            journal(rank, note)
+            return group.recv(specs, peer, rank), writes
+        r[slot] = found
+        return None
+
+    return take
+
+
+def _settle(ins: Instruction, group: Group) -> StepFn:
+    peer, count = ins.peer, ins.number
+    settle = group.settle
+
+    def step(r: Registers) -> None:
+        settle(peer, count)
+
+    return step
+
+
+def _add(ins: Instruction, wide: torch.dtype | None) -> StepFn:
+    pairs = tuple(zip(ins.writes, ins.reads, ins.how, strict=True))
+    frees = ins.frees
+    into = tuple(slot for slot, _, how in pairs if how == "add")
+    values = tuple(value for _, value, how in pairs if how == "add")
+    first = tuple((slot, value, how) for slot, value, how in pairs if how != "add")
+
+    def step(r: Registers) -> None:
+        for slot, value, how in first:
+            tensor = r[value]
+            r[slot] = tensor if how == "take" else _copy(tensor, wide)
+        if into:
+            torch._foreach_add_([r[i] for i in into], [r[i] for i in values])  # pyright: ignore[reportPrivateImportUsage]
+        for i in frees:
+            r[i] = None
+
+    return step
+
+
+def _each(ins: Instruction, rank: int, group: Group) -> StepFn:
+    reads, frees, action, journal = ins.reads, ins.frees, ins.action, group.journal
+    assert action is not None
+    mb, note = action.microbatch, f"each= after {action}"
+
+    def step(r: Registers) -> None:
+        tensors = [r[i] for i in reads]
+        for i in frees:
+            r[i] = None
+        journal(rank, note)
+        r[-2]["each"](mb, tensors)
+
+    return step
+
+
+def _copy(tensor: torch.Tensor, wide: torch.dtype | None) -> torch.Tensor:
+    dtype = wide if wide is not None and tensor.is_floating_point() else tensor.dtype
+    return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _zero(ins: Instruction, device: torch.device) -> StepFn:
+    (slot,), (spec,) = ins.writes, ins.specs
+
+    def step(r: Registers) -> None:
+        r[slot] = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+
+    return step
+
+
+def _sum(ins: Instruction) -> StepFn:
+    reads, (write,), frees = ins.reads, ins.writes, ins.frees
+
+    def step(r: Registers) -> None:
+        total = r[reads[0]].clone()
+        for i in reads[1:]:
+            total.add_(r[i])
+        for i in frees:
+            r[i] = None
+        r[write] = total
+
+    return step
+
+
+def _explain(error: Exception, ins: Instruction, rank: int) -> ActionError:
+    from_tensors = "(" + ", ".join(map(str, ins.specs)) + ")" if ins.specs else ""
+    what = ins.kind if ins.action is None else f"each= after {ins.action}" if ins.kind == "EACH" else str(ins.action)
+    whose = f" ({ins.program.of})" if ins.program is not None and ins.program.of else ""
+    kind = "" if isinstance(error, FpipeError) else f" raised {type(error).__name__}{where(error)}"
+    return ActionError(f"{what}{whose} on rank {rank}{kind}: {error} {from_tensors}".rstrip())

@@ -1,0 +1,169 @@
+"""``pad``: sequences of a list of microbatches to one length, or to multiples of one, and outputs back again.
+
+Tensors have rows first and the sequence on ``axis``. What a pad holds depends on what a leaf means (token, mask, label,
+position), which its name tells. This module knows names and lengths, and nothing of models or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from .. import tree
+from ..errors import BatchError
+from .microbatches import Microbatches
+
+#: What the pad of a leaf holds: a number, ``"restart"`` (0, 1, 2, ... from where the pad begins), ``None`` (no pad).
+Fill: TypeAlias = float | int | bool | Literal["restart"] | None
+
+#: By the last part of a leaf's name. Positions restart, so that a packed row gets one more sequence and no position
+#: lies beyond a model's table.
+FILLS: Mapping[str, Fill] = {"*label*": -100, "*target*": -100, "*position*": "restart"}
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class Unpad:
+    """Takes pads off again. ``lengths`` are the microbatches' own, ``padded`` what they became."""
+
+    lengths: tuple[int, ...]
+    padded: tuple[int, ...]
+    axis: int
+
+    def __call__(self, outputs: Any, index: int | None = None) -> Any:
+        """A list with one pytree for each microbatch, stripped; with ``index``, one microbatch's pytree.
+
+        Leaves whose axis has the padded length are cut, all others are left as they are.
+        """
+        if index is not None:
+            return self._strip(outputs, index)
+        if not isinstance(outputs, (list, tuple, Microbatches)) or len(outputs) != len(self.lengths):
+            raise BatchError(
+                f"unpad takes a list of outputs, one for each of the {len(self.lengths)} microbatches that were "
+                "padded; pass unpad(output, index) for a single one"
+            )
+        return [self._strip(output, i) for i, output in enumerate(outputs)]
+
+    def _strip(self, output: Any, index: int) -> Any:
+        length, padded, axis = self.lengths[index], self.padded[index], self.axis
+
+        def strip(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor) and leaf.dim() > axis and leaf.shape[axis] == padded:
+                return leaf.narrow(axis, 0, length)
+            return leaf
+
+        return tree.tree_map(strip, output) if length < padded else output
+
+
+def pad(
+    microbatches: Iterable[Any], multiple: int = 1, uniform: bool = False, values: Mapping[str, Fill] | None = None,
+    *, axis: int = 1, length: str | None = None,
+) -> tuple[Microbatches, Unpad]:  # fmt: skip
+    """Pad sequences on the right: to a multiple, and with ``uniform=True`` to one length over all microbatches.
+
+    A microbatch's length is that of its tensors on ``axis``, or where these differ that of its whole numbers there
+    (ids, labels, positions); ``length`` names a leaf that has it. Tensors of that length are padded, all other leaves
+    stay. ``values`` says what a pad holds, by leaf name or shell pattern, matched on the whole dotted name and on its
+    last part: a number, ``"restart"`` for positions that begin again at 0, or ``None`` to leave the leaf alone. Names
+    that are not given hold -100 in labels and targets, restart in positions, and are 0 elsewhere.
+
+    >>> short = {"input_ids": torch.ones(1, 3), "labels": torch.ones(1, 3), "name": "a"}
+    >>> mbs, unpad = pad([short, {**short, "input_ids": torch.ones(1, 3)}], multiple=4)
+    >>> mbs[0]["input_ids"].tolist(), mbs[0]["labels"].tolist(), mbs[0]["name"]
+    ([[1.0, 1.0, 1.0, 0.0]], [[1.0, 1.0, 1.0, -100.0]], 'a')
+    >>> [y.shape for y in unpad([torch.zeros(1, 4, 7), torch.zeros(1, 4, 7)])]
+    [torch.Size([1, 3, 7]), torch.Size([1, 3, 7])]
+    """
+    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+        raise BatchError(f"multiple={multiple!r}; give a whole number, 1 or more, such as cp * lcm(2, tp)")
+    parts = list(Microbatches(microbatches))
+    fills: dict[str, Fill] = {**(values or {})}
+    fills |= {name: fill for name, fill in FILLS.items() if name not in fills}
+    _check_fills(fills)
+    lengths = [_length(part, axis, index, length) for index, part in enumerate(parts)]
+    rounded = [-(-own // multiple) * multiple for own in lengths]
+    padded = [max(rounded)] * len(parts) if uniform else rounded
+    made = [_pad_part(part, own, to - own, fills, axis) for part, own, to in zip(parts, lengths, padded, strict=True)]
+    return Microbatches(made), Unpad(tuple(lengths), tuple(padded), axis)
+
+
+def _check_fills(fills: Mapping[str, Fill]) -> None:
+    for name, fill in fills.items():
+        if not (fill is None or fill == "restart" or isinstance(fill, (int, float))):
+            raise BatchError(f"values[{name!r}] is {fill!r}; give a number, 'restart' or None")
+
+
+def _length(part: Any, axis: int, index: int, like: str | None) -> int:
+    """How long a microbatch is: told by the leaf called ``like``, or by all that may be sequences."""
+    named = zip(tree.names(part), tree.leaves(part), strict=True)
+    found = {name: leaf for name, leaf in named if isinstance(leaf, torch.Tensor) and leaf.dim() > axis}
+    if like is not None:
+        found = {name: leaf for name, leaf in found.items() if _called(name, like)}
+    if not found:
+        called = "" if like is None else f" called {like!r}"
+        raise BatchError(
+            f"microbatch {index} has no tensor{called} with an axis {axis}, so it has no sequence to pad; say axis="
+            f"{'' if like is None else ' or length='}, or leave it out"
+        )
+    flat = {
+        name: leaf for name, leaf in found.items() if leaf.dim() <= axis + 2
+    } or found  # no images, no masks by head
+    whole = [leaf for leaf in flat.values() if leaf.dim() == axis + 1 and leaf.dtype in _WHOLE]
+    for leaves in (list(flat.values()), whole):
+        if len({leaf.shape[axis] for leaf in leaves}) == 1:
+            return leaves[0].shape[axis]
+    told = ", ".join(f"{name!r} of {leaf.shape[axis]}" for name, leaf in flat.items())
+    raise BatchError(
+        f"microbatch {index} has tensors of several lengths on axis {axis}: {told}; name one that has the sequence's, "
+        "as in length='input_ids'"
+    )
+
+
+def _called(name: str, pattern: str) -> bool:
+    last = name.rpartition(".")[2]
+    return pattern in (name, last) or fnmatchcase(name, pattern) or fnmatchcase(last, pattern)
+
+
+def _pad_part(part: Any, length: int, more: int, fills: Mapping[str, Fill], axis: int) -> Any:
+    leaves, spec = tree.flatten(part)
+    named = zip(tree.names(part), leaves, strict=True)
+    return tree.unflatten(spec, [_pad_leaf(leaf, length, more, _fill(name, fills), axis, name) for name, leaf in named])
+
+
+def _fill(name: str, fills: Mapping[str, Fill]) -> Fill:
+    last = name.rpartition(".")[2]
+    for key in (name, last):
+        if key in fills:
+            return fills[key]
+    for pattern, fill in fills.items():
+        if _called(name, pattern):
+            return fill
+    return 0
+
+
+def _pad_leaf(leaf: Any, length: int, more: int, fill: Fill, axis: int, name: str) -> Any:
+    if not isinstance(leaf, torch.Tensor) or fill is None or not more:
+        return leaf
+    square = leaf.dim() > axis + 1 and leaf.shape[-2:] == (length, length)
+    if square and (leaf.shape[axis] != length or leaf.dtype == torch.bool or "mask" in name):
+        raise BatchError(
+            f"{name!r} of shape {list(leaf.shape)} looks like a mask from tokens to tokens, whose pad depends on the "
+            "model; pass a mask of rows and tokens, or say values={...: None} to leave it alone"
+        )
+    if leaf.dim() <= axis or leaf.shape[axis] != length:
+        return leaf
+    shape = [*leaf.shape]
+    shape[axis] = more
+    if fill == "restart":
+        line = torch.arange(more, dtype=leaf.dtype, device=leaf.device)
+        tail = line.view([more if a == axis else 1 for a in range(leaf.dim())]).expand(shape)
+    else:
+        tail = leaf.new_full(shape, fill)
+    return torch.cat([leaf, tail], dim=axis)
+
+
+__all__: Sequence[str] = ("FILLS", "Fill", "Unpad", "pad")

@@ -1,0 +1,1 @@
+"""Measurements of a run: events, clocks, costs and the timeline of a measured step."""

@@ -1,0 +1,254 @@
+"""``fpipe.profile``: a step of a pipeline as it ran, over the same step as it is simulated; and what its parts cost.
+
+The measured timeline is drawn by what draws the simulated one. ``measure_costs`` makes the ``Costs`` by which any
+schedule over the same stages can be simulated. Knows pipelines and records; no backend.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from os import PathLike, fspath
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import Any
+
+from ...errors import FpipeError, StageError
+from ...schedule import Schedule
+from ...schedules import pictures
+from ...schedules.actions import Action, Row
+from ...schedules.simulation import Costs, simulate_rows
+from ...schedules.timeline import Timeline
+from ..calls import Call
+from ..pipeline import Pipeline, value_and_grad
+from .costing import costs, shares, timeline
+from .recording import Recorder, Run, gathered
+
+
+class Profile:
+    """A step that is clocked; made by ``fpipe.profile``. What follows is about the calls so far, on all ranks."""
+
+    def __init__(self, step: Callable[..., Any] | None = None, *, name: str = ""):
+        self.step, self.name = step, name
+        self.runs: list[tuple[Run, ...]] = []  # each by rank
+        self._open: list[tuple[ExitStack, Recorder]] = []
+
+    # ---- recording ----------------------------------------------------------------------------------------------
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the step, and gather when it ran."""
+        if self.step is None:
+            raise FpipeError("this profile has no step to call; say fpipe.profile(step), or use it with `with`")
+        with self:
+            return self.step(*args, **kwargs)
+
+    def __enter__(self) -> Profile:
+        stack, recorder = ExitStack(), Recorder()
+        stack.enter_context(recorder.on())
+        self._open.append((stack, recorder))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        stack, recorder = self._open.pop()
+        stack.close()
+        if error is None:  # else the others may not come to compare
+            self.runs += gathered(recorder)
+            self.__dict__.pop("costs", None)
+
+    # ---- what came of it ----------------------------------------------------------------------------------------
+    @property
+    def timeline(self) -> Timeline:
+        """The last step, measured, in seconds; of several plans in one step the one that took longest."""
+        return timeline(self._last, name=self._called("measured"))
+
+    @property
+    def _last(self) -> tuple[Run, ...]:
+        if not self.runs:
+            raise FpipeError("nothing was profiled yet; call the profile, with a step that runs a pipeline")
+        return self.runs[-1]
+
+    def _called(self, what: str) -> str:
+        return f"{self.name}, {what}" if self.name else what
+
+    @cached_property
+    def costs(self) -> Costs:
+        """What actions and messages cost, in seconds: means over all calls."""
+        return costs([runs for runs in self.runs if _actions(runs) == _actions(self._last)])
+
+    @property
+    def simulated(self) -> Timeline:
+        """The same rows, simulated by ``costs``."""
+        return self.simulate(self.costs)
+
+    def simulate(self, price: Costs) -> Timeline:
+        """The same rows, simulated by other costs."""
+        real = self.timeline
+        return simulate_rows(real.rows, real.placement, real.microbatches, price, name=self._called("simulated"))
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write a picture of both timelines, one over the other; ``.json`` has each instruction too, for Perfetto."""
+        pictures.save([self.simulated, self.timeline], path)
+        if Path(fspath(path)).suffix.lower() == ".json":
+            _add_instructions(Path(path), self._last)
+
+    def draw(self, width: int | None = None, color: bool | None = None) -> str:
+        """Both timelines as text."""
+        return pictures.draw([self.simulated, self.timeline], width=width, color=color)
+
+    def __str__(self) -> str:
+        real, foretold = self.timeline.total, self.simulated.total
+        head = f"measured {1e3 * real:.2f} ms, simulated {1e3 * foretold:.2f} ms ({foretold / real:.1%} of it)"
+        parts = [shares(run) for run in self._last]
+        words = list(dict.fromkeys(word for each in parts for word in each))
+        lines = ["rank " + " ".join(f"{word:>10}" for word in words) + "   (ms)"]
+        for rank, each in enumerate(parts):
+            lines.append(f"{rank:4d} " + " ".join(f"{1e3 * each.get(word, 0.0):10.3f}" for word in words))
+        return "\n".join([head, "", table(self.costs), "", *lines])
+
+
+def profile(step: Callable[..., Any] | None = None, *, name: str = "") -> Profile:
+    """Clock every instruction of a step of a pipeline, on all ranks; nothing is slower where this is not used.
+
+    Call what it returns as the step itself, or use it with ``with``; every process must. Its ``timeline`` is the step
+    as it ran, ``simulated`` the same by ``costs``, and ``save`` draws one over the other. Call the step once before:
+    the first call traces.
+
+    >>> from fpipe import local, pipeline
+    >>> import torch
+    >>> pipe = pipeline([lambda p, x: x * p] * 2, loss=lambda y: y.sum(), microbatches=2, group=local(2))
+    >>> step = profile(value_and_grad(pipe))
+    >>> loss, grads = step([torch.ones(())] * 2, torch.ones(4))
+    >>> [str(action) for action in step.timeline.rows[0]]
+    ['0F0', '0F1', '0B0', '0B1']
+    >>> step.costs.unit
+    's'
+    """
+    return Profile(step, name=name)
+
+
+def _actions(runs: Sequence[Run]) -> list[tuple[Any, ...]]:
+    return [tuple((did.kind, did.action) for did in run.did) for run in runs]
+
+
+def _add_instructions(path: Path, runs: Sequence[Run]) -> None:
+    """To a trace of timelines, every instruction of the measured one, as one more process."""
+    trace = json.loads(path.read_text(encoding="utf-8"))
+    pid = len(trace["otherData"]["timelines"])
+    zero = min(did.start for run in runs for did in run.did)
+    events = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": "instructions, measured"}}]
+    for run in runs:
+        who = {"pid": pid, "tid": run.rank}
+        events.append({"ph": "M", **who, "name": "thread_name", "args": {"name": f"rank {run.rank}"}})
+        for did in run.did:
+            words = {"SEND": f" to {did.peer}", "WAIT": f" for {did.peer}", "RECV": f" from {did.peer}"}
+            name = did.kind if did.action is None else str(did.action)
+            name = did.kind + words[did.kind] if did.kind in words else name
+            args = {"kind": did.kind, "action": str(did.action or ""), "bytes": did.nbytes}
+            time = {"ts": 1e6 * (did.start - zero), "dur": 1e6 * (did.end - did.start)}
+            events.append({"ph": "X", **who, **time, "name": name, "cat": did.kind, "args": args})
+    trace["traceEvents"] += events
+    path.write_text(json.dumps(trace, separators=(",", ":")), encoding="utf-8")
+
+
+# ---- costs ----------------------------------------------------------------------------------------------------------
+def measure_costs(pipe: Pipeline, params: Any, x: Any, *targets: Any, steps: int = 10, **side: Any) -> Costs:
+    """What each stage's F, I, W and B and each boundary's messages cost on these ranks; every process must call it.
+
+    The pipeline runs ``steps`` times with its backwards whole and as often with all of them split, on the arguments of
+    a call, so that all costs are those that its runner pays. ``Costs.to_json`` writes them to a file.
+
+    >>> from fpipe import local, make_schedule, pipeline
+    >>> import torch
+    >>> pipe = pipeline([lambda p, x: x * p] * 2, loss=lambda y: y.sum(), microbatches=2, group=local(2))
+    >>> found = measure_costs(pipe, [torch.ones(())] * 2, torch.ones(4), steps=1)
+    >>> make_schedule("ZBH1", 2, 8).simulate(found).unit
+    's'
+    """
+    measuring = Measuring(pipe, params, x, *targets, **side)
+    for _ in range(max(steps, 1)):
+        measuring.step()
+    return measuring.costs()
+
+
+class Measuring:
+    """What ``measure_costs`` does, one step at a time, so that other things can be measured in between."""
+
+    def __init__(self, pipe: Pipeline, params: Any, x: Any, *targets: Any, **side: Any):
+        if pipe.loss is None:
+            raise StageError("this pipeline has no loss, so no backward can be measured; say pipeline(..., loss=)")
+        self.pipe = pipe
+        self._arguments = (params, x, *targets), side
+        self._call = Call(pipe, params, x, targets, side, mode="grad")
+        schedule = pipe.schedule(self._call.number)
+        self._both = [Profile(value_and_grad(pipe.under(made))) for made in (whole(schedule), split(schedule))]
+        for each in self._both * 2:  # the first traces, the second finds its memory
+            assert each.step is not None
+            each.step(*self._arguments[0], **side)
+
+    def step(self) -> None:
+        """Run once with whole backwards and once with split ones; every process must."""
+        for each in self._both:
+            each(*self._arguments[0], **self._arguments[1])
+
+    def costs(self) -> Costs:
+        """Means over the steps so far; every process must ask."""
+        mine = {
+            stage: (own.saved_bytes, own.kept_bytes)
+            for job in self._call.resolved().job.values() for stage, own in job.kinds[0].programs.items()
+        }  # fmt: skip
+        held = {stage: both for part in self.pipe.gather(mine) for stage, both in part.items()}
+        saved, kept = zip(*(held[stage] for stage in range(self.pipe.stages)), strict=True)
+        return costs([runs for each in self._both for runs in each.runs], saved, kept)
+
+
+def whole(schedule: Schedule) -> Schedule:
+    """The schedule with every backward in one piece, where its I stands.
+
+    >>> str(whole(Schedule.parse("[0F0, 0I0, 0W0]")))
+    '[0F0, 0B0]'
+    """
+    return _rewritten(schedule, {"I": "B", "W": ""})
+
+
+def split(schedule: Schedule) -> Schedule:
+    """The schedule with every backward in two pieces.
+
+    >>> str(split(Schedule.parse("[0F0, 0B0]")))
+    '[0F0, 0I0, 0W0]'
+    """
+    return _rewritten(schedule, {"B": "IW"})
+
+
+def _rewritten(schedule: Schedule, ops: dict[str, str]) -> Schedule:
+    """Other ops for some; fused actions fall apart."""
+
+    def row(actions: Row) -> Row:
+        return tuple(
+            Action(stage, op, mb)  # type: ignore[arg-type]
+            for action in actions for stage, old, mb in action.parts for op in ops.get(old, old)
+        )  # fmt: skip
+
+    rows = tuple(map(row, schedule))
+    return Schedule(rows, schedule.placement, schedule.microbatches, schedule.name)
+
+
+def table(price: Costs) -> str:
+    """Measured costs for people: a line per stage, and a line per boundary that messages pass."""
+    columns = {name: value for name in ("F", "B", "I", "W") if isinstance(value := getattr(price, name), tuple)}
+    lines = ["stage " + " ".join(f"{name + ' ms':>9}" for name in columns)]
+    for stage, row in enumerate(zip(*columns.values(), strict=True)):
+        lines.append(f"{stage:5d} " + " ".join(f"{1e3 * value:9.3f}" for value in row))
+    crossing = [price.boundary, price.comm, price.send, price.receive]
+    if all(isinstance(column, tuple) for column in crossing):
+        sized = [row for row in zip(*crossing, strict=True) if row[0]]  # type: ignore[arg-type]
+        if sized:
+            size, way, send, receive = (median(column) for column in zip(*sized, strict=True))
+            lines.append(
+                f"a message ({size:,.0f} bytes): sending {1e6 * send:.0f} us, on the way {1e6 * way:.0f} us, "
+                f"receiving {1e6 * receive:.0f} us"
+            )
+    return "\n".join(lines)

@@ -1,0 +1,4 @@
+"""Schedules as data: actions, the rule of dependence, text, checks, simulation, timelines and pictures.
+
+The value itself is ``fpipe.schedule.Schedule``. Nothing here imports torch.
+"""

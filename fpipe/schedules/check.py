@@ -1,0 +1,317 @@
+"""Is a schedule complete, and can it run?  Yes, or the first broken rule with rank, position and remedy.
+
+    rule         what it asks
+    action       every cell is an action, or two or more fused ones
+    range        stages and microbatches are counted from 0, as many as the schedule has
+    placement    an action stands on the rank that its stage and microbatch live on
+    count        each stage and microbatch has F once, and B once or I and W once
+    fused        the parts of a fused action do not need each other
+    order        what an action needs from its own rank stands before it
+    deadlock     no ranks wait for each other in a circle
+
+The last rule is enough also where a send blocks until it is received: without a circle there is an order of all
+actions in which each stands after what it needs. Put every message into it, as one event, behind the action that makes
+it, and give each rank its part of that order. Then the first event not yet done is one that all who take part in it
+have reached, so something can always go on.
+
+A sound schedule is told by a quick pass that counts. Only when that fails does a slow one look for the place. Nothing
+here knows time, memory or tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from ..errors import ScheduleError
+from .actions import RULE, Action, AnyAction, Fact, Fused, Placement, Row, gives, needs
+from .dependences import Blocked, Walk, walk
+
+_BIT = {"F": 1, "B": 2, "I": 4, "W": 8}
+#: op -> the ops of the same stage and microbatch that must not be there as well, as bits
+_CLASH = {"F": 1, "B": 2 | 4 | 8, "I": 4 | 2, "W": 8 | 2}
+#: what a complete stage and microbatch has
+_TRAINED = (1 | 2, 1 | 4 | 8)
+_WORDS = {"F": "the output", "I": "the input gradient", "W": "the weight gradient"}
+
+
+def check_rows(rows: Sequence[Row], placement: Placement, microbatches: int, *, training: bool = True) -> Walk:
+    """Raise ScheduleError at the first broken rule; return an order in which the actions can run.
+
+    ``training=False`` asks for F alone.
+
+    >>> rows = [(Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "B", 0), Action(1, "F", 0))]
+    >>> check_rows(rows, Placement.loop(2), 1)
+    Traceback (most recent call last):
+        ...
+    fpipe.errors.ScheduleError: rank 1, position 0 (1B0): it needs the output of 1F0, which stands later on this rank,
+    at position 1; move 1F0 before it
+        rank 1 | 1B0 1F0
+                 ^^^
+    """
+    seen = check_cells(rows, placement, microbatches)
+    complete = sum(seen.count(bits) for bits in (_TRAINED if training else (1,)))
+    if complete != placement.stages * microbatches:
+        raise _missing(rows, placement, microbatches, seen, training)
+    result = walk(rows, placement.stages, microbatches)
+    if result.blocked:
+        raise stuck(rows, placement.stages, result)
+    return result
+
+
+def check_cells(rows: Sequence[Row], placement: Placement, microbatches: int) -> bytearray:
+    """The first three rules, and that nothing is there twice; what may be missing is not asked.
+
+    Returns which ops are there: the sum of 1 for F, 2 for B, 4 for I and 8 for W at ``stage * microbatches + mb``.
+
+    >>> list(check_cells([(Action(0, "F", 0), Action(0, "B", 0), Action(0, "F", 1))], Placement.loop(1), 2))
+    [3, 1]
+    """
+    if len(rows) != placement.ranks:
+        raise ScheduleError(
+            f"the schedule has {len(rows)} rows, but its placement has {placement.ranks} ranks; "
+            "give one row of actions per rank",
+            rule="placement",
+        )
+    _refuse_gaps(rows, placement.stages, microbatches)
+    try:
+        seen = _tally(rows, placement, microbatches)
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError):
+        seen = None  # something that is not an action at all
+    if seen is None:
+        raise next(_bad_cells(rows, placement, microbatches))
+    return seen
+
+
+def _refuse_gaps(rows: Sequence[Row], stages: int, microbatches: int) -> None:
+    """Tables of all facts are made below; they must not be mostly empty."""
+    actions = sum(map(len, rows))
+    if stages * microbatches > 100_000 + 100 * actions:
+        raise ScheduleError(
+            f"{actions} actions cannot fill {stages} stages times {microbatches} microbatches; "
+            "number both from 0 without gaps, and give each of them its actions",
+            rule="count",
+        )
+
+
+def _tally(rows: Sequence[Row], placement: Placement, microbatches: int) -> bytearray | None:
+    stages = placement.stages
+    homes = [placement.path(microbatch) for microbatch in range(microbatches)]
+    seen = bytearray(stages * microbatches)
+    for rank, row in enumerate(rows):
+        for stage, op, microbatch in _flat(row):
+            if not (0 <= stage < stages and 0 <= microbatch < microbatches and homes[microbatch][stage] == rank):
+                return None
+            at = stage * microbatches + microbatch
+            if seen[at] & _CLASH[op]:
+                return None
+            seen[at] |= _BIT[op]
+    return seen
+
+
+def _flat(row: Row) -> Sequence[Action]:
+    kinds = set(map(type, row))
+    if kinds <= {Action}:
+        return row  # type: ignore[return-value]
+    cells = [part for action in row for part in action.parts]
+    if not kinds <= {Action, Fused} or set(map(type, cells)) != {Action}:
+        raise TypeError
+    if any(len(action) == 1 and len(action.parts) < 2 for action in row):
+        raise ValueError
+    return cells
+
+
+# ---- the slow pass: where is the fault, and how is it mended? --------------------------------------------------------
+def _bad_cells(rows: Sequence[Row], placement: Placement, microbatches: int) -> Iterator[ScheduleError]:
+    stages = placement.stages
+    first: dict[tuple[int, int], list[tuple[Action, int, int]]] = {}
+    for rank, row in enumerate(rows):
+        for position, cell in enumerate(row):
+            if problem := _malformed(cell):
+                yield _fault(rows, rank, position, problem, "action")
+                continue
+            for part in cell.parts:
+                stage, op, mb = part
+                if not 0 <= stage < stages:
+                    yield _fault(rows, rank, position, f"there is no stage {stage}; {_count(stages, 'stage')}", "range")
+                elif not 0 <= mb < microbatches:
+                    has = _count(microbatches, "microbatch")
+                    yield _fault(rows, rank, position, f"there is no microbatch {mb}; {has}", "range")
+                elif placement.rank_of(stage, mb) != rank:
+                    home = placement.rank_of(stage, mb)
+                    what = f"stage {stage} lives on rank {home} for microbatch {mb}; move {part} there"
+                    yield _fault(rows, rank, position, what, "placement")
+                for other, where, at in first.setdefault((stage, mb), []):
+                    if _BIT[other.op] & _CLASH[op]:
+                        what = _clash(part, other, where, at)
+                        yield _fault(rows, rank, position, what, "count", (where, at))
+                first[stage, mb].append((part, rank, position))
+
+
+def _malformed(cell: object) -> str:
+    if isinstance(cell, Fused):
+        if not isinstance(cell.parts, tuple) or len(cell.parts) < 2:
+            return "a fused action has two or more parts; give it more, or leave its part unfused"
+        return next((f"a part of it is wrong: {why}" for part in cell.parts if (why := _malformed_part(part))), "")
+    return _malformed_part(cell)
+
+
+def _malformed_part(cell: object) -> str:
+    if type(cell) is not Action:
+        return f"{_clip(cell)} is not an action; give Action(stage, op, microbatch), or Fused of two or more of them"
+    if not isinstance(cell.op, str) or cell.op not in RULE:
+        return f"{_clip(cell.op)} is not an op; the ops are F, B, I and W"
+    if not isinstance(cell.stage, int) or not isinstance(cell.microbatch, int):
+        return "stage and microbatch must be integers"
+    return ""
+
+
+def _count(number: int, thing: str) -> str:
+    things = thing if number == 1 else "microbatches" if thing == "microbatch" else thing + "s"
+    return f"the schedule has {number} {things}, counted from 0"
+
+
+def _clash(part: Action, other: Action, rank: int, position: int) -> str:
+    there = f"stands already on rank {rank}, position {position}"
+    if part.op == other.op:
+        return f"{part} {there}; every action runs once, so leave one of them out"
+    return f"{other} {there}; a backward is either B, or I and W, so leave one of the two out"
+
+
+def _missing(
+    rows: Sequence[Row], placement: Placement, microbatches: int, seen: bytearray, training: bool
+) -> ScheduleError:
+    wanted = _TRAINED if training else (1,)
+    index = next(index for index, bits in enumerate(seen) if bits not in wanted)
+    stage, mb = divmod(index, microbatches)
+    rank, bits = placement.rank_of(stage, mb), seen[index]
+    position = next(
+        (i for i, cell in enumerate(rows[rank]) for p in cell.parts if (p.stage, p.microbatch) == (stage, mb)), None
+    )
+    if not training and bits & ~1:
+        extra = next(op for op in "BIW" if bits & _BIT[op])
+        what = f"a schedule of forwards alone has no {stage}{extra}{mb}; leave it out, or check(training=True)"
+        position = next(i for i, cell in enumerate(rows[rank]) if Action(stage, extra, mb) in cell.parts)  # type: ignore[arg-type]
+        return _fault(rows, rank, position, what, "count")
+    if not bits & 1:
+        lack, remedy = f"{stage}F{mb}", ""
+    elif bits & 4:
+        lack, remedy = f"{stage}W{mb}", f" after {stage}I{mb}"
+    elif bits & 8:
+        lack, remedy = f"{stage}I{mb}", f" before {stage}W{mb}"
+    else:
+        lack, remedy = f"{stage}B{mb} (or {stage}I{mb} and {stage}W{mb})", ""
+    what = f"{lack} is nowhere, but every stage needs it for every microbatch; put it on rank {rank}{remedy}"
+    return _fault(rows, rank, position, what, "count")
+
+
+def stuck(rows: Sequence[Row], stages: int, result: Walk) -> ScheduleError:
+    """The error for a walk that did not reach the end: a fused action's fault, an order's, or a circle."""
+    for rank, row in enumerate(rows):
+        for position, cell in enumerate(row):
+            if len(cell.parts) > 1 and (pair := _dependent(cell.parts, stages)):
+                what = f"{pair[0]} needs {pair[1]}, and parts of a fused action may not need each other; run them apart"
+                return _fault(rows, rank, position, what, "fused")
+    lacks = {who.lacks: (-1, -1) for who in result.blocked}
+    makers = {fact: place for fact, place in _makers(rows) if fact in lacks}
+    for rank, position, fact in result.blocked:
+        if fact not in makers:
+            lack = f"{_WORDS[fact.kind]} of stage {fact.stage} for microbatch {fact.microbatch}"
+            what = f"it needs {lack}, which nothing makes; put that in, or leave this out"
+            return _fault(rows, rank, position, what, "count")
+        where, at = makers[fact]
+        if where == rank:
+            maker = _maker(rows[where][at], fact)
+            what = (
+                f"it needs {_WORDS[fact.kind]} of {maker}, which stands later on this rank, at position {at}; "
+                f"move {maker} before it"
+            )
+            return _fault(rows, rank, position, what, "order")
+    return _circle(rows, {who.rank: who for who in result.blocked}, makers)
+
+
+def _dependent(parts: Sequence[Action], stages: int) -> tuple[Action, Action] | None:
+    for one, other in product(parts, parts):
+        if set(needs(one, stages)) & set(gives(other)):
+            return one, other
+    return None
+
+
+def _makers(rows: Sequence[Row]) -> Iterator[tuple[Fact, tuple[int, int]]]:
+    for rank, row in enumerate(rows):
+        for position, cell in enumerate(row):
+            for part in cell.parts:
+                for fact in gives(part):
+                    yield fact, (rank, position)
+
+
+def _maker(cell: AnyAction, fact: Fact) -> Action:
+    return next(part for part in cell.parts if fact in gives(part))
+
+
+def _circle(rows: Sequence[Row], blocked: dict[int, Blocked], makers: dict[Fact, tuple[int, int]]) -> ScheduleError:
+    """Go from a rank that waits to the one it waits for, until one comes twice."""
+    seen: dict[int, None] = {}
+    rank = min(blocked)
+    while rank not in seen:
+        seen[rank] = None
+        rank = makers[blocked[rank].lacks][0]
+    circle = list(seen)[list(seen).index(rank) :]
+    lines = []
+    for rank in circle[:_SHOWN]:
+        _, position, fact = blocked[rank]
+        where, at = makers[fact]
+        made = f"{_WORDS[fact.kind]} of {_maker(rows[where][at], fact)} (rank {where}, position {at})"
+        lines.append(f"    rank {rank} stands at {rows[rank][position]} (position {position}) and waits for {made}")
+    if len(circle) > _SHOWN:
+        lines.append(f"    and so on, through {len(circle) - _SHOWN} more ranks")
+    names = ", ".join(map(str, circle[:_SHOWN])) + (", ..." if len(circle) > _SHOWN else "")
+    what = f"ranks {names} wait for each other in a circle; on one of them, move what is waited for before what waits"
+    first = blocked[circle[0]]
+    marks = [(rank, blocked[rank].position) for rank in circle[1:_SHOWN]]
+    return _fault(rows, first.rank, first.position, "\n".join([what, *lines]), "deadlock", *marks)
+
+
+# ---- the message ----------------------------------------------------------------------------------------------------
+_SHOWN, _AROUND = 6, 5
+
+
+def _clip(value: object) -> str:
+    try:
+        text = repr(value)
+    except Exception:  # a Fused of something that is not a tuple cannot print itself
+        text = f"a {type(value).__name__} that cannot be printed"
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _fault(
+    rows: Sequence[Row], rank: int, position: int | None, what: str, rule: str, *more: tuple[int, int]
+) -> ScheduleError:
+    where = f"rank {rank}" if position is None else f"rank {rank}, position {position} ({_clip(rows[rank][position])})"
+    place = (rank, len(rows[rank]) if position is None else position)
+    window = "\n".join(_window(rows, [place, *more]))
+    return ScheduleError(f"{where}: {what}\n{window}", rank=rank, position=position, rule=rule)
+
+
+def _window(rows: Sequence[Row], places: Sequence[tuple[int, int]]) -> Iterator[str]:
+    """The actions around each place: the first one underlined by ^, the others by ~.
+
+    A place behind a rank's last action is where one is missing.
+    """
+    width = max(len(str(rank)) for rank, _ in places)
+    shown: set[tuple[int, int]] = set()
+    for rank, place in places:
+        if (rank, place) in shown:
+            continue  # underlined already, in the line of another
+        row = rows[rank]
+        first, stop = max(0, place - _AROUND), min(len(row), place + _AROUND + 1)
+        line, marks = f"    rank {rank:{width}} | " + "... " * (first > 0), ""
+        for position in range(first, max(stop, place + 1)):
+            cell = _clip(row[position]) if position < len(row) else " "
+            if (rank, position) in places:
+                mark = "^" if (rank, position) == places[0] else "~"
+                marks += " " * (len(line) - len(marks)) + mark * len(cell)
+                shown.add((rank, position))
+            line += cell + " "
+        yield line.rstrip() + " ..." * (stop < len(row))
+        yield marks

@@ -1,0 +1,266 @@
+"""What a picture shows: bars in lanes, their shades, and the figures beside them.
+
+``Drawable`` is all that pictures ask of a timeline, simulated or measured; :func:`scene` turns one into a ``Scene``,
+plain data that every way of drawing reads. Nothing here knows how times were found, or what a schedule is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple, Protocol, TypeAlias
+
+from ...errors import FpipeError, ScheduleError
+from ..actions import Action, AnyAction, Op, Placement, Row
+
+
+class DrawnSpan(Protocol):
+    """One action on one rank, from ``start`` to ``end``."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def position(self) -> int: ...
+    @property
+    def action(self) -> AnyAction: ...
+    @property
+    def start(self) -> float: ...
+    @property
+    def end(self) -> float: ...
+
+
+class Wait(Protocol):
+    """What a span waited for: the span of another rank that ended last, and for how long this rank stood idle."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def position(self) -> int: ...
+    @property
+    def time(self) -> float: ...
+
+
+class Drawable(Protocol):
+    """What pictures need of a timeline. ``fpipe.Timeline`` has it; so may anything else that wants to be drawn."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def unit(self) -> str: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def span(self) -> float: ...
+    @property
+    def bubble(self) -> float: ...
+    def of_rank(self, rank: int, /) -> Sequence[DrawnSpan]: ...
+    def curve(self, rank: int, /) -> Sequence[tuple[float, float]]: ...
+    def waited_for(self, rank: int, position: int, /) -> Wait | None: ...
+
+
+class Bar(NamedTuple):
+    """An action as it is drawn. ``shades`` has one number per part, 0 for a rank's first chunk."""
+
+    action: AnyAction
+    start: float
+    end: float
+    shades: tuple[int, ...]
+    cause: tuple[int, int] | None  # (lane, index in its bars) of what it waited for
+    wait: float  # how long the rank stood idle before it
+
+
+class Lane(NamedTuple):
+    """One rank: its bars in order, and its own figures."""
+
+    bars: tuple[Bar, ...]
+    bubble: float
+    peak: float
+    curve: tuple[tuple[float, float], ...]  # (time, held from then on)
+    carried: tuple[tuple[float, float, str], ...] = ()  # (start, end, what) of what its link carries, where it is known
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One timeline, ready to be drawn."""
+
+    name: str
+    lanes: tuple[Lane, ...]
+    total: float
+    span: float
+    bubble: float
+    unit: str  # of time, "" where it is the cost model's own
+    memory_unit: str  # of what is held
+    shades: int  # how many shades there are: a rank's chunks, or chunks times directions
+    one: float = 0.0  # how long one of the cost model's own units is drawn, where it was stretched; else 0
+
+    @cached_property
+    def bars(self) -> int:
+        """How many bars there are in all."""
+        return sum(len(lane.bars) for lane in self.lanes)
+
+    @cached_property
+    def ops(self) -> tuple[str, ...]:
+        """The kinds of work that occur, in the order of the legend."""
+        seen = {part.op for lane in self.lanes for bar in lane.bars for part in bar.action.parts}
+        return tuple(op for op in "FBIW" if op in seen)
+
+    @cached_property
+    def fused(self) -> bool:
+        """Whether any action is fused."""
+        return any(len(bar.shades) > 1 for lane in self.lanes for bar in lane.bars)
+
+    @cached_property
+    def microbatches(self) -> int:
+        """The number of microbatches, as the bars tell it."""
+        numbers = (part.microbatch for lane in self.lanes for bar in lane.bars for part in bar.action.parts)
+        return max(numbers, default=-1) + 1
+
+    @cached_property
+    def cell(self) -> float:
+        """The length of a short bar: the shortest once the shortest twentieth is left out; 1 where nothing has a
+        length, so that a scale can always be made."""
+        lengths = sorted(bar.end - bar.start for lane in self.lanes for bar in lane.bars if bar.end > bar.start)
+        return lengths[len(lengths) // 20] if lengths else 1.0
+
+    @cached_property
+    def _short(self) -> set[tuple[int, Op, int]]:
+        """(digits of the stage, op, digits of the microbatch) of the bars that are about as short as ``cell``."""
+        return {
+            (len(str(part.stage)), part.op, len(str(part.microbatch)))
+            for lane in self.lanes
+            for bar in lane.bars
+            if bar.end - bar.start < 1.5 * self.cell
+            for part in bar.action.parts
+        }
+
+    def short_names(self, detail: int) -> set[str]:
+        """Names as long as those of the short bars, to see whether they fit; at least one."""
+        return {name(Action(8 * 10 ** (s - 1), op, 8 * 10 ** (m - 1)), detail) for s, op, m in self._short} or {""}
+
+
+def name(part: Action, detail: int) -> str:
+    """An action's name: 3 in full (``3F2``), 2 without its stage (``F2``), 1 its microbatch alone, 0 nothing.
+
+    >>> [name(Action(3, "F", 2), detail) for detail in (3, 2, 1, 0)]
+    ['3F2', 'F2', '2', '']
+    """
+    return (str(part), f"{part.op}{part.microbatch}", str(part.microbatch), "")[3 - detail]
+
+
+def scenes(timelines: Drawable | Sequence[Drawable], other: Drawable | None = None) -> tuple[Scene, ...]:
+    """One timeline or several, to be drawn one over the other on one axis of time.
+
+    Seconds become milliseconds or microseconds where they are few. A timeline without a unit, say one simulated with
+    costs of 1, is stretched beside those that have one until both have worked as long, and says by how much.
+    """
+    given = [*timelines] if isinstance(timelines, Sequence) else [timelines]
+    given += [] if other is None else [other]
+    if not given:
+        raise FpipeError("there is no timeline to draw; give at least one")
+    units = {timeline.unit for timeline in given} - {""}
+    if len(units) > 1:
+        raise FpipeError(f"timelines in {' and in '.join(sorted(units))} have no common axis; give them one unit")
+    lanes = [[timeline.of_rank(rank) for rank in range(timeline.ranks)] for timeline in given]
+    unit, factor = units.pop() if units else "", 1.0
+    worked = next((_worked(spans) for t, spans in zip(given, lanes, strict=True) if t.unit), 0.0)
+    if unit == "s":
+        longest = max(
+            max(_extent(spans)) - min(_extent(spans)) for t, spans in zip(given, lanes, strict=True) if t.unit
+        )
+        unit, factor = next((u, f) for u, f, least in _SECONDS if longest >= least)
+    found = []
+    for timeline, spans in zip(given, lanes, strict=True):
+        stretch = worked / _worked(spans) if unit and not timeline.unit and _worked(spans) else 1.0
+        found.append(_scene(timeline, spans, unit, factor * stretch, factor * stretch if stretch != 1.0 else 0.0))
+    return tuple(found)
+
+
+#: unit, how many of it are a second, and the least total in seconds that is told in it
+_SECONDS = (("s", 1.0, 2.0), ("ms", 1e3, 2e-3), ("us", 1e6, 0.0))
+
+
+def _worked(lanes: Sequence[Sequence[DrawnSpan]]) -> float:
+    return sum(span.end - span.start for lane in lanes for span in lane)
+
+
+def _extent(lanes: Sequence[Sequence[DrawnSpan]]) -> tuple[float, float]:
+    """The first start and the last end."""
+    starts = (span.start for lane in lanes for span in lane)
+    ends = (span.end for lane in lanes for span in lane)
+    return min(starts, default=0.0), max(ends, default=0.0)
+
+
+def _scene(timeline: Drawable, spans: Sequence[Sequence[DrawnSpan]], unit: str, factor: float, one: float) -> Scene:
+    """The picture's own view of a timeline, its times multiplied by ``factor`` and counted from the first start."""
+    first, last = _extent(spans)
+    shade_of, shades = _shading([tuple(span.action for span in lane) for lane in spans])
+    curves = [_steps(timeline.curve(rank)) for rank in range(timeline.ranks)]
+    links: Sequence[Sequence[tuple[float, float, str]]] = getattr(timeline, "carried", ()) or [()] * timeline.ranks
+    lanes = []
+    for lane, curve, link in zip(spans, curves, links, strict=True):
+        bubble = 1 - sum(span.end - span.start for span in lane) / timeline.span if timeline.span else 0.0
+        held = tuple(((time - first) * factor, amount) for time, amount in curve)
+        peak = max((amount for _, amount in curve), default=0.0)
+        carried = tuple(((start - first) * factor, (end - first) * factor, what) for start, end, what in link)
+        bars = tuple(_bars(timeline, lane, first, factor, shade_of))
+        lanes.append(Lane(bars, max(bubble, 0.0), peak, held, carried))
+    return Scene(
+        name=timeline.name,
+        lanes=tuple(lanes),
+        total=(last - first) * factor,
+        span=timeline.span * factor,
+        bubble=timeline.bubble,
+        unit=unit,
+        memory_unit="bytes" if max((lane.peak for lane in lanes), default=0.0) >= 4096 else "",  # or activations
+        shades=shades,
+        one=one,
+    )
+
+
+def _bars(
+    timeline: Drawable, spans: Sequence[DrawnSpan], zero: float, factor: float, shade_of: _ShadeOf
+) -> Iterator[Bar]:
+    for span in spans:
+        waited = timeline.waited_for(span.rank, span.position)
+        cause, wait = (None, 0.0) if waited is None else ((waited.rank, waited.position), waited.time)
+        shades = tuple(shade_of(span.rank, part) for part in span.action.parts)
+        start, end = (span.start - zero) * factor, (span.end - zero) * factor
+        yield Bar(span.action, start, end, shades, cause, max(wait, 0.0) * factor)
+
+
+def _steps(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Without the dips that last no time, where one action lets go at the moment that the next one takes."""
+    return [point for point, then in pairwise(curve) if point[0] < then[0] or point[1] > then[1]] + list(curve[-1:])
+
+
+# ---- shades ---------------------------------------------------------------------------------------------------------
+_ShadeOf: TypeAlias = Callable[[int, Action], int]
+
+
+def _shading(rows: Sequence[Row]) -> tuple[_ShadeOf, int]:
+    """A shade for each action: the chunk of its rank that its stage is, counted anew for each route of microbatches.
+    A measured timeline may lack actions; then a stage's place among those that its rank ran must do."""
+    try:
+        placement = Placement.from_rows(rows)
+        paths = placement.paths
+    except ScheduleError:
+        placement, paths = None, ()
+    held: list[dict[tuple[int, int], int]] = []  # per path: (rank, stage) -> shade
+    base = 0
+    for path in paths:
+        counts: dict[int, int] = {}
+        held.append({(rank, stage): base + _next(counts, rank) for stage, rank in enumerate(path)})
+        base += max(counts.values())
+    if placement is not None:
+        route = placement.route
+        return (lambda rank, a: held[route[a.microbatch] if route else 0].get((rank, a.stage), 0)), base
+    stages = [sorted({part.stage for action in row for part in action.parts}) for row in rows]
+    order = [{stage: k for k, stage in enumerate(there)} for there in stages]
+    return (lambda rank, a: order[rank][a.stage]), max(1, *map(len, order))
+
+
+def _next(counts: dict[int, int], key: int) -> int:
+    counts[key] = counts.get(key, 0) + 1
+    return counts[key] - 1

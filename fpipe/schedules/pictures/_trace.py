@@ -1,0 +1,176 @@
+"""A timeline as a trace of events, the JSON that Perfetto and Chrome's tracing page open, and back again.
+
+Each timeline is a process there and each rank a thread; what an action waited for is an arrow, and what a rank holds
+is a counter. Traces count in microseconds: where a cost model has its own unit, one unit is shown as a millisecond.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...errors import FpipeError
+from ..actions import Action, AnyAction, Fused
+from ._scene import Drawable, Scene
+
+_SCALE = {"s": 1e6, "ms": 1e3, "us": 1.0}
+_PART = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
+_VERSION = 1
+_HEAD = b'{"otherData":{"fpipe":'
+
+
+def paint(scenes: Sequence[Scene]) -> str:
+    """The file's text."""
+    events = [event for k, scene in enumerate(scenes) for event in _events(k, scene)]
+    told = [_told(scene) for scene in scenes]
+    # otherData stands first: it is how our own files are known
+    trace = {"otherData": {"fpipe": _VERSION, "timelines": told}, "displayTimeUnit": "ms", "traceEvents": events}
+    return json.dumps(trace, separators=(",", ":"))
+
+
+def _told(scene: Scene) -> dict[str, Any]:
+    """What the events do not say of a timeline."""
+    ranks = len(scene.lanes)
+    return {"name": scene.name, "unit": scene.unit, "span": scene.span, "bubble": scene.bubble, "ranks": ranks}
+
+
+def _events(pid: int, scene: Scene) -> Iterator[dict[str, Any]]:
+    scale = _SCALE.get(scene.unit, 1e3)
+    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": scene.name or "schedule"}}
+    for rank, lane in enumerate(scene.lanes):
+        yield {"ph": "M", "pid": pid, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
+        yield {"ph": "M", "pid": pid, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}}
+        for position, bar in enumerate(lane.bars):
+            where = {"pid": pid, "tid": rank}
+            args: dict[str, Any] = {}
+            if bar.cause is not None:
+                cause, index = bar.cause
+                before = scene.lanes[cause].bars[index]
+                args = {"waited": bar.wait, "for": str(before.action), "of rank": cause, "position": index}
+                arrow = {"cat": "wait", "name": "waited for", "id": f"{pid}.{rank}.{position}"}
+                inside = (
+                    0.01 * before.start + 0.99 * before.end
+                ) * scale  # an arrow starts within a slice, not at its end
+                yield {"ph": "s", "pid": pid, "tid": cause, "ts": inside, **arrow}
+                yield {"ph": "f", "bp": "e", **where, "ts": bar.start * scale, **arrow}
+            ops = "+".join(part.op for part in bar.action.parts)
+            name = ";".join(map(str, bar.action.parts))
+            time = {"ts": bar.start * scale, "dur": (bar.end - bar.start) * scale}
+            yield {"ph": "X", **where, **time, "name": name, "cat": ops, "args": args}
+        if lane.carried:
+            told = {"pid": pid, "tid": len(scene.lanes) + rank}
+            yield {"ph": "M", **told, "name": "thread_name", "args": {"name": f"rank {rank} link"}}
+            yield {"ph": "M", **told, "name": "thread_sort_index", "args": {"sort_index": rank}}
+        for start, end, what in lane.carried:
+            told = {"pid": pid, "tid": len(scene.lanes) + rank, "ts": start * scale, "dur": (end - start) * scale}
+            yield {"ph": "X", **told, "name": what, "cat": "link", "args": {}}
+        for at, amount in lane.curve:
+            yield {"ph": "C", "pid": pid, "ts": at * scale, "name": f"rank {rank} holds", "args": {"held": amount}}
+
+
+# ---- and back -------------------------------------------------------------------------------------------------------
+class _Span(NamedTuple):
+    rank: int
+    position: int
+    action: AnyAction
+    start: float
+    end: float
+
+
+class _Wait(NamedTuple):
+    rank: int
+    position: int
+    time: float
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A timeline read from a trace: enough of one to be drawn again."""
+
+    name: str
+    unit: str
+    span: float
+    bubble: float
+    lanes: tuple[tuple[_Span, ...], ...]
+    waits: dict[tuple[int, int], _Wait]
+    curves: tuple[tuple[tuple[float, float], ...], ...]
+    carried: tuple[tuple[tuple[float, float, str], ...], ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.lanes)
+
+    def of_rank(self, rank: int, /) -> tuple[_Span, ...]:
+        """The spans of one rank."""
+        return self.lanes[rank]
+
+    def curve(self, rank: int, /) -> tuple[tuple[float, float], ...]:
+        """What the rank held."""
+        return self.curves[rank]
+
+    def waited_for(self, rank: int, position: int, /) -> _Wait | None:
+        """What an action waited for."""
+        return self.waits.get((rank, position))
+
+
+def is_timeline(path: Path) -> bool:
+    """Whether a file looks like one that :func:`paint` wrote."""
+    with path.open("rb") as file:
+        return file.read(len(_HEAD)) == _HEAD
+
+
+def read(path: Path) -> tuple[Drawable, ...]:
+    """The timelines in a trace that :func:`paint` wrote."""
+    try:
+        trace = json.loads(path.read_bytes())
+        told = trace["otherData"]["timelines"]
+        return tuple(_recorded(k, about, trace["traceEvents"]) for k, about in enumerate(told))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise FpipeError(
+            f"{path} is not a timeline that fpipe wrote ({type(error).__name__}: {str(error)[:80]}); "
+            "give a .json that a timeline's save(...) made"
+        ) from error
+
+
+def _recorded(pid: int, told: dict[str, Any], events: list[dict[str, Any]]) -> Recorded:
+    scale = _SCALE.get(told["unit"], 1e3)
+    ranks = int(told["ranks"])
+    lanes: list[list[_Span]] = [[] for _ in range(ranks)]
+    curves: list[list[tuple[float, float]]] = [[] for _ in range(ranks)]
+    waits: dict[tuple[int, int], _Wait] = {}
+    links: list[list[tuple[float, float, str]]] = [[] for _ in range(ranks)]
+    for event in events:
+        if event["pid"] != pid:
+            continue
+        if event["ph"] == "X" and event["cat"] == "link":
+            start = event["ts"] / scale
+            links[event["tid"] - ranks].append((start, start + event["dur"] / scale, event["name"]))
+        elif event["ph"] == "X":
+            rank, args = event["tid"], event["args"]
+            lane, start = lanes[rank], event["ts"] / scale
+            if args:
+                waits[rank, len(lane)] = _Wait(args["of rank"], args["position"], args["waited"])
+            lane.append(_Span(rank, len(lane), _action(event["name"]), start, start + event["dur"] / scale))
+        elif event["ph"] == "C":
+            curves[int(event["name"].split()[1])].append((event["ts"] / scale, event["args"]["held"]))
+    if any(wait.position >= len(lanes[wait.rank]) for wait in waits.values()):
+        raise ValueError("an action waits for one that is not there")
+    rows = tuple(map(tuple, lanes)), waits, tuple(map(tuple, curves)), tuple(map(tuple, links))
+    return Recorded(told["name"], told["unit"], told["span"], told["bubble"], *rows)
+
+
+def _action(text: str) -> AnyAction:
+    parts = tuple(map(_part, text.split(";")))
+    return parts[0] if len(parts) == 1 else Fused(parts)
+
+
+def _part(text: str) -> Action:
+    found = _PART.fullmatch(text)
+    if not found:
+        raise ValueError(f"{text!r} is no action")
+    return Action(int(found[1]), found[2], int(found[3]))  # type: ignore[arg-type]

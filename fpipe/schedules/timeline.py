@@ -1,0 +1,313 @@
+"""``Timeline``: when each action ran and what each rank held, as a plain frozen value.
+
+It does not know where its times come from: ``simulate`` computes them, a profiler measures them. Times and causes lie
+in flat arrays, so that millions of actions fit; whatever follows from them is found when it is asked for. Pictures are
+drawn by ``pictures``, from this value.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import fsum, inf
+from operator import sub
+from os import PathLike
+from typing import NamedTuple
+
+from ..errors import ScheduleError
+from . import pictures
+from .actions import RULE, Action, AnyAction, Placement, Row
+from .dependences import Facts
+
+#: op -> activations that it adds to what its rank holds
+_ACTIVATIONS = {"F": 1, "I": 0, "W": -1, "B": -1}
+
+
+class Span(NamedTuple):
+    """One action on one rank, from ``start`` to ``end``; ``position`` is its index in the rank's row."""
+
+    rank: int
+    position: int
+    action: AnyAction
+    start: float
+    end: float
+
+
+class Carried(NamedTuple):
+    """What a rank's link carries beside its computing, by the prediction of a weave."""
+
+    start: float
+    end: float
+    what: str
+
+
+class Wait(NamedTuple):
+    """What an action waited for: where that stands, and for how long its own rank was idle before it."""
+
+    rank: int
+    position: int
+    time: float
+
+
+@dataclass(frozen=True, repr=False)
+class Timeline:
+    """Start and end of every action, and the figures that follow from them.
+
+    ``starts[rank][position]`` and ``ends`` are times; ``causes`` is the number of the fact (see ``walk.Facts``) whose
+    coming ended the rank's wait before that action, or -1 where it did not wait. ``memory[op]`` is what an action adds
+    to what its rank holds, one number per stage; ``boundary`` is the bytes that pass between a stage and the next.
+
+    >>> from fpipe.schedule import Schedule
+    >>> t = Schedule.parse("[0F0, 0F1, 0B0, 0B1]\\n[1F0, 1B0, 1F1, 1B1]").simulate()
+    >>> t
+    Timeline(2 ranks, 8 actions, total 9, bubble 33.3%)
+    >>> t.peak, t.idle, t.waited_for(0, 2)
+    ((2, 1), (3.0, 0.0), Wait(rank=1, position=1, time=2.0))
+    >>> list(t)[2]
+    Span(rank=0, position=2, action=0B0, start=4.0, end=6.0)
+    """
+
+    rows: tuple[Row, ...]
+    starts: tuple[array[float], ...]
+    ends: tuple[array[float], ...]
+    placement: Placement
+    microbatches: int
+    causes: tuple[array[int], ...]
+    memory: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    boundary: Sequence[float] = ()
+    name: str = ""
+    unit: str = ""  # of time; "" where it is the cost model's own
+    carried: tuple[tuple[Carried, ...], ...] = ()  # by rank: what its link carries, where that was predicted
+
+    @classmethod
+    def measured(
+        cls, spans: Iterable[tuple[int, AnyAction, float, float]], *, name: str = "", unit: str = "s"
+    ) -> Timeline:
+        """From measured (rank, action, start, end), in any order, all by one clock.
+
+        >>> from fpipe.schedules.actions import Action
+        >>> t = Timeline.measured([(0, Action(0, "F", 0), 5.0, 6.5), (1, Action(1, "F", 0), 6.75, 8.0)])
+        >>> t.start, t.total
+        (5.0, 3.0)
+        """
+        by_rank: dict[int, list[tuple[float, float, AnyAction]]] = {}
+        for rank, action, start, end in spans:
+            by_rank.setdefault(rank, []).append((start, end, action))
+        if not by_rank or min(by_rank) < 0:
+            raise ScheduleError("a timeline needs at least one span, and ranks counted from 0", rule="timeline")
+        lanes = [sorted(by_rank.get(rank, ()), key=lambda lane: lane[:2]) for rank in range(max(by_rank) + 1)]
+        rows = tuple(tuple(action for _, _, action in lane) for lane in lanes)
+        starts = tuple(array("d", [start for start, _, _ in lane]) for lane in lanes)
+        ends = tuple(array("d", [end for _, end, _ in lane]) for lane in lanes)
+        microbatches = max(part.microbatch for row in rows for action in row for part in action.parts) + 1
+        placement = Placement.from_rows(rows)
+        causes = _causes(rows, starts, ends, Facts(placement.stages, microbatches))
+        return cls(rows, starts, ends, placement, microbatches, causes, name=name, unit=unit)
+
+    # ---- spans --------------------------------------------------------------------------------------------------
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.rows)
+
+    def __repr__(self) -> str:
+        name, unit = (self.name and f"{self.name}, ", self.unit and f" {self.unit}")
+        total = f"total {self.total:g}{unit}, bubble {self.bubble:.1%}"
+        return f"Timeline({name}{self.ranks} ranks, {len(self)} actions, {total})"
+
+    def __len__(self) -> int:
+        return sum(map(len, self.rows))
+
+    def __iter__(self) -> Iterator[Span]:
+        for rank in range(self.ranks):
+            yield from self.of_rank(rank)
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Every action with its start and end, rank by rank; to iterate over the timeline itself takes less memory."""
+        return tuple(self)
+
+    def of_rank(self, rank: int) -> tuple[Span, ...]:
+        """The spans of one rank, in order."""
+        lane = zip(self.rows[rank], self.starts[rank], self.ends[rank], strict=True)
+        return tuple(Span(rank, i, action, start, end) for i, (action, start, end) in enumerate(lane))
+
+    def _at(self, rank: int, position: int) -> Span:
+        return Span(rank, position, self.rows[rank][position], self.starts[rank][position], self.ends[rank][position])
+
+    # ---- time ---------------------------------------------------------------------------------------------------
+    @cached_property
+    def start(self) -> float:
+        """When the first action of all started."""
+        return min((starts[0] for starts in self.starts if starts), default=0.0)
+
+    @cached_property
+    def total(self) -> float:
+        """From the first start to the last end, over all ranks: the makespan."""
+        return max((ends[-1] for ends in self.ends if ends), default=0.0) - self.start
+
+    @cached_property
+    def windows(self) -> tuple[float, ...]:
+        """Per rank, from its own first start to its own last end."""
+        return tuple(e[-1] - s[0] if s else 0.0 for s, e in zip(self.starts, self.ends, strict=True))
+
+    @property
+    def span(self) -> float:
+        """The longest window of a rank, which is what counts where no barrier stands before the optimizer."""
+        return max(self.windows)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Per rank, the time spent in actions."""
+        return tuple(fsum(map(sub, e, s)) for s, e in zip(self.starts, self.ends, strict=True))
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """Per rank, the time within its own window in which it waited."""
+        return tuple(window - busy for window, busy in zip(self.windows, self.busy, strict=True))
+
+    @property
+    def bubble(self) -> float:
+        """1 - work/span: the share of the longest window in which an average rank does nothing."""
+        return 1 - sum(self.busy) / (self.ranks * self.span) if self.span else 0.0
+
+    # ---- memory -------------------------------------------------------------------------------------------------
+    @cached_property
+    def peak(self) -> tuple[int, ...]:
+        """Per rank, the most activations (one stage's, of one microbatch) held at once, from F to W or B."""
+        return tuple(max(_held(row), default=0) for row in self.rows)
+
+    @cached_property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """Per rank, the most that is held at once by the costs' ``saved`` and ``kept``."""
+        return tuple(max((held for _, held in self.curve(rank)), default=0.0) for rank in range(self.ranks))
+
+    def curve(self, rank: int) -> tuple[tuple[float, float], ...]:
+        """(time, what the rank holds from then on): what an action adds is there from its start, what it frees is gone
+        at its end."""
+        held = 0.0
+        points: list[tuple[float, float]] = []
+        for action, start, end in zip(self.rows[rank], self.starts[rank], self.ends[rank], strict=True):
+            deltas = [self._adds(part.op, part.stage) for part in action.parts]
+            for time, delta in ((start, sum(d for d in deltas if d > 0)), (end, sum(d for d in deltas if d < 0))):
+                if delta:
+                    held += delta
+                    points.append((time, held))
+        return tuple(points)
+
+    def _adds(self, op: str, stage: int) -> float:
+        return self.memory[op][stage] if self.memory else _ACTIVATIONS[op]
+
+    # ---- messages -----------------------------------------------------------------------------------------------
+    @cached_property
+    def messages(self) -> int:
+        """How many messages pass between different ranks."""
+        return sum(1 for _ in self._crossings())
+
+    @cached_property
+    def volume(self) -> float:
+        """How many bytes pass between different ranks, by the costs' ``boundary``."""
+        return fsum(self.boundary[boundary] for boundary in self._crossings()) if self.boundary else 0.0
+
+    def _crossings(self) -> Iterator[int]:
+        """For each message the boundary that it passes: s between stage s and stage s + 1."""
+        steps = {op: {by for _, by in asked if by} for op, (_, asked) in RULE.items()}
+        stages = self.placement.stages
+        for row in self.rows:
+            for action in row:
+                for stage, op, microbatch in action.parts:
+                    path = self.placement.path(microbatch)
+                    for by in steps[op]:
+                        if 0 <= stage + by < stages and path[stage + by] != path[stage]:
+                            yield min(stage, stage + by)
+
+    # ---- causes -------------------------------------------------------------------------------------------------
+    @cached_property
+    def _makers(self) -> dict[int, tuple[int, int]]:
+        wanted = {fact for causes in self.causes for fact in causes}
+        facts = Facts(self.placement.stages, self.microbatches)
+        return {fact: (rank, position) for fact, rank, position in _made(self.rows, facts) if fact in wanted}
+
+    def waited_for(self, rank: int, position: int) -> Wait | None:
+        """What kept a free rank waiting before this action; None where nothing did."""
+        maker = self._makers.get(self.causes[rank][position])
+        free = self.ends[rank][position - 1] if position else self.start
+        return Wait(*maker, self.starts[rank][position] - free) if maker else None
+
+    @cached_property
+    def critical_path(self) -> tuple[Span, ...]:
+        """The chain of actions, each held back by the one before it, that ends last and so makes the total."""
+        last = [(-ends[-1], rank) for rank, ends in enumerate(self.ends) if ends]
+        if not last:
+            return ()
+        rank = min(last)[1]
+        position = len(self.rows[rank]) - 1
+        path: list[Span] = []
+        while position >= 0:
+            path.append(self._at(rank, position))
+            wait = self.waited_for(rank, position)
+            rank, position = (wait.rank, wait.position) if wait else (rank, position - 1)
+        return tuple(reversed(path))
+
+    # ---- pictures -----------------------------------------------------------------------------------------------
+    def draw(self, width: int | None = None, color: bool | None = None) -> str:
+        """The timeline as text: a line per rank, as wide as the terminal, coloured where it is one."""
+        return pictures.draw(self, width=width, color=color)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write a picture: ``.svg``, ``.png``, ``.html`` or ``.json`` (a trace for Perfetto and Chrome)."""
+        pictures.save(self, path)
+
+
+def _held(row: Row) -> Iterator[int]:
+    """Activations held during each action."""
+    held = 0
+    for action in row:
+        if isinstance(action, Action):
+            delta = _ACTIVATIONS[action.op]
+            if delta > 0:
+                held += 1
+                yield held
+            else:
+                held += delta
+        else:
+            deltas = [_ACTIVATIONS[part.op] for part in action.parts]
+            yield held + sum(delta for delta in deltas if delta > 0)
+            held += sum(deltas)
+
+
+def _made(rows: Sequence[Row], facts: Facts) -> Iterator[tuple[int, int, int]]:
+    """(fact, rank, position) of all facts that are made."""
+    table, microbatches = facts.table, facts.microbatches
+    for rank, row in enumerate(rows):
+        for position, action in enumerate(row):
+            for stage, op, microbatch in action.parts:
+                for made in table[op][1]:
+                    yield stage * microbatches + microbatch + made, rank, position
+
+
+def _causes(
+    rows: Sequence[Row], starts: Sequence[array[float]], ends: Sequence[array[float]], facts: Facts
+) -> tuple[array[int], ...]:
+    """What measured actions seem to have waited for: of the facts they need, the one that came last, if it came after
+    the rank was free."""
+    there = {fact: ends[rank][position] for fact, rank, position in _made(rows, facts)}
+    table, microbatches = facts.table, facts.microbatches
+    found = []
+    for rank, row in enumerate(rows):
+        causes = array("q", [-1]) * len(row)
+        free = -inf
+        for position, action in enumerate(row):
+            wanted = [
+                part.stage * microbatches + part.microbatch + need
+                for part in action.parts
+                for need in table[part.op][0]
+            ]
+            last = max(wanted, key=lambda fact: there.get(fact, -inf), default=-1)
+            if free < there.get(last, -inf) <= starts[rank][position]:
+                causes[position] = last
+            free = ends[rank][position]
+        found.append(causes)
+    return tuple(found)

@@ -1,0 +1,194 @@
+"""Groups over torch.distributed, on real processes: the conformance suite, hostile backends, and ``fpipe.init``."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hostile
+from fpipe import launch
+from fpipe.collectives.c10d import C10dGroup
+from fpipe.collectives.group import Group, Spec
+from fpipe.collectives.setup import adopt, init
+from fpipe.collectives.shared_memory import _futex
+from fpipe.collectives.shared_memory.nearby import SWITCH
+from fpipe.command.doctor import command, probe, visit
+from fpipe.errors import GroupError
+from fpipe.testing import CASES, conform
+
+ROW = (Spec((4,), (1,), torch.float32),)
+
+
+# ---- gloo -----------------------------------------------------------------------------------------------------------
+def _gloo() -> dict:
+    group = init(timeout=30)
+    assert isinstance(group, C10dGroup)
+    found: dict = {"again": init(timeout=30) is group, "protocol": isinstance(group, Group), "repr": repr(group)}
+    found["names"] = conform(group)
+    found["held"], found["at_once"] = [], group.at_once
+    if group.at_once:
+        return found
+    if group.rank == 0:
+        for number in range(6):
+            group.send((torch.full((4,), float(number)),), 0, 1)
+        found["held"].append(len(group._sent[1]))
+        group.recv(ROW, 1, 0).wait()  # rank 1 says that it has received four
+        group.settle(1, 4)
+        found["held"].append(len(group._sent[1]))
+        group.flush()
+        found["held"].append(len(group._sent[1]))
+    elif group.rank == 1:
+        for _ in range(4):
+            group.recv(ROW, 0, 1).wait()
+        group.send((torch.zeros(4),), 1, 0)
+        for _ in range(2):
+            group.recv(ROW, 0, 1).wait()
+        group.flush()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_gloo_conforms(ranks: int, shared: str):
+    """With messages through shared memory, which is what processes of one host have, and through sockets."""
+    for rank, found in enumerate(launch(_gloo, ranks=ranks, timeout=100, env={SWITCH: shared})):
+        assert found["at_once"] == (_futex.AVAILABLE and shared == "1")
+        assert found["names"] == [case.__name__ for case in CASES]
+        assert found["again"]
+        assert found["protocol"]
+        assert found["repr"] == f"rank {rank} of {ranks} on cpu over gloo"
+        if not found["at_once"]:
+            assert found["held"] == ([6, 2, 0] if rank == 0 else [])
+
+
+# ---- hostile backends -----------------------------------------------------------------------------------------------
+def _hostile() -> dict[str, tuple[object, object, object]]:
+    """profile -> (what came of the raw call, what came of the suite through fpipe, where the doctor was surprised)."""
+    dist.init_process_group("gloo")
+    hostile.register()
+    rank = dist.get_rank()
+    found = {}
+    for profile in hostile.PROFILES:
+        name = profile.__name__.lower()
+        through = adopt(dist.new_group(backend=name), timeout=20, capabilities=hostile.capabilities(profile))  # type: ignore[arg-type]
+        try:
+            adapted: object = len(conform(through))
+        except Exception as error:
+            adapted = f"{error!r} {getattr(error, '__notes__', '')}"
+        asked = [(f.what, f.dtypes, f.said == "right", f.beside(through.can)) for f in probe(through)]
+        seen = [answer for answer in asked if answer[2:] in ((False, "native"), (True, "wrong"))]
+        through.close()
+        raw = dist.new_group(backend=name)  # of its own: some never recover
+        try:
+            found[name] = hostile.RAW[profile](raw, rank), adapted, seen  # type: ignore[arg-type]
+        except RuntimeError as error:
+            found[name] = str(error), adapted, seen
+        dist.barrier()
+    return found
+
+
+@pytest.fixture(scope="module")
+def hostilities() -> list[dict[str, tuple[object, object, object]]]:
+    return launch(_hostile, ranks=2, timeout=100)
+
+
+@pytest.mark.xdist_group("c10d")
+@pytest.mark.parametrize("profile", [profile.__name__.lower() for profile in hostile.PROFILES])
+def test_hostile_backends_are_right_through_fpipe_and_wrong_without(hostilities, profile: str):
+    raw = [found[profile][0] for found in hostilities]
+    adapted = [found[profile][1] for found in hostilities]
+    assert adapted == [len(CASES)] * 2
+    assert [found[profile][2] for found in hostilities] == [[]] * 2, "the doctor sees otherwise than the table says"
+    assert raw != [True, True], "the profile does no harm, so that the adaptor shows nothing"
+
+
+def test_raw_calls_are_right_on_gloo():
+    """Else the test above would blame a profile for a raw call that is wrong by itself."""
+    assert launch(_raw_on_gloo, ranks=2, timeout=60) == [[True] * len(hostile.RAW)] * 2
+
+
+def _raw_on_gloo() -> list[bool]:
+    dist.init_process_group("gloo")
+    return [call(dist.group.WORLD, dist.get_rank()) for call in hostile.RAW.values()]
+
+
+# ---- init -----------------------------------------------------------------------------------------------------------
+def _mesh() -> tuple:
+    group = init(dp=2)
+    assert isinstance(group, C10dGroup)
+    world = dist.get_rank()
+    total = group.dp.all_reduce(torch.tensor(float(world)), "mean").item()  # type: ignore[attr-defined]
+    return group.rank, group.size, group.dp.rank, total, group.gather_objects(world)  # type: ignore[attr-defined]
+
+
+def test_a_mesh_of_pipelines():
+    found = launch(_mesh, ranks=4, timeout=100)
+    assert [each[:3] for each in found] == [(0, 2, 0), (0, 2, 1), (1, 2, 0), (1, 2, 1)]
+    assert [each[3] for each in found] == [0.5, 0.5, 2.5, 2.5]
+    assert [each[4] for each in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
+def _over_ones_own() -> tuple:
+    dist.init_process_group("gloo")
+    group = init()
+    said = []
+    for arguments in ({"pp": 3}, {"dp": 3}, {"pp": 2, "dp": 2}):
+        try:
+            init(**arguments)
+        except GroupError as error:
+            said.append(str(error))
+    return group.size, said
+
+
+def test_a_process_group_of_ones_own_is_used():
+    size, said = launch(_over_ones_own, ranks=2, timeout=60)[0]
+    assert size == 2
+    assert said[0] == "pp=3 x dp=1 is not the 2 processes that were started; start 3, or leave pp out"
+    assert said[1].startswith("pp=(what is left) x dp=3 is not the 2")
+    assert said[2].startswith("pp=2 x dp=2 is not the 2")
+
+
+def test_one_process_holds_all_ranks(monkeypatch: pytest.MonkeyPatch):
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert init().size == 1
+    assert init(pp=4, device="cpu").here == (0, 1, 2, 3)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"dp": 2}, "dp=2 needs 2 processes and there is one; start them with torchrun"),
+        ({"pp": 0}, "pp=0; give a whole number"),
+        ({"dp": 1.5}, "dp=1.5; give a whole number"),
+        ({"timeout": 0}, "timeout=0; give the seconds"),
+    ],
+)
+def test_init_says_what_is_wrong(arguments: dict, said: str):
+    with pytest.raises(GroupError, match=said):
+        init(**arguments)
+
+
+def test_processes_that_cannot_meet(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(GroupError, match=r"could not meet .*RANK.* check RANK, WORLD_SIZE"):
+        init(device="cpu")
+    assert os.environ["WORLD_SIZE"] == "2"
+
+
+# ---- the doctor -----------------------------------------------------------------------------------------------------
+def test_the_doctor_knows_gloo():
+    reports = launch(visit, ranks=2, timeout=60)
+    assert str(reports[0]) == str(reports[1])
+    told = str(reports[0])
+    assert "device    cpu (CPU)" in told
+    assert "mean of integers, int16 and wide unsigned, bools: refused with a word" in told
+    assert "NOT KNOWN BEFORE" not in told
+    assert not any(finding.surprises(reports[0].can) for finding in reports[0].findings)
+    assert command.name == "doctor"

@@ -1,0 +1,114 @@
+"""Device records, and the rules by which a process finds its device (the accelerator is acted where there is none)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fpipe
+from fpipe import devices
+from fpipe.collectives.local import LocalGroup
+from fpipe.errors import GroupError
+from fpipe.plans.weaving import estimates
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch):
+    """Say that so many devices of a type are visible."""
+
+    def act(type: str, count: int) -> None:
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device(type))
+        monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(device_count=lambda: count))
+
+    return act
+
+
+def test_index_is_0_where_one_device_is_visible(gpus):
+    gpus("cuda", 1)
+    assert devices.pick(local_rank=3) == torch.device("cuda", 0)
+
+
+def test_index_is_the_local_rank_where_several_are(gpus):
+    gpus("cuda", 4)
+    assert devices.pick(local_rank=3) == torch.device("cuda", 3)
+    assert devices.pick("cuda:1", local_rank=3) == torch.device("cuda", 1)
+    with pytest.raises(GroupError, match=r"cuda:4 of 4 visible ones; .*CUDA_VISIBLE_DEVICES"):
+        devices.pick(local_rank=4)
+
+
+def test_the_pace_is_that_of_the_device_asked_for(gpus):
+    """A build of torch for CUDA names an accelerator on a machine without one, too; programs there run on the CPU."""
+    gpus("cuda", 0)
+    assert 0 < estimates.pace("cpu") < float("inf")
+
+
+def test_cpu_where_nothing_else_is(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    assert devices.pick() == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("gpu", "'gpu' is not a device; name a type, as in cpu, cuda"), ("npu", "torch_npu")]
+)
+def test_devices_that_are_not_there(name: str, said: str):
+    with pytest.raises(GroupError, match=said):
+        devices.pick(name)
+
+
+def test_every_kind_says_how_it_talks():
+    for type, row in devices.KINDS.items():
+        assert row.type == type
+        assert row.backends == row.backend or row.backends == f"cpu:gloo,{type}:{row.backend}"
+    assert devices.kind("xpu").backends == "cpu:gloo,xpu:xccl"
+    assert not devices.kind("xpu").compile_many
+    assert devices.kind("never heard of").backend == "gloo"
+
+
+def test_cpu_is_a_null_device():
+    cpu = torch.device("cpu")
+    devices.synchronize(cpu)
+    assert devices.memory(cpu) is None
+
+
+@pytest.mark.gpu
+def test_a_real_accelerator():
+    device = devices.pick()
+    devices.seed(device, 3)
+    a = torch.rand(4, device=device)
+    devices.seed(device, 3)
+    assert torch.equal(a, torch.rand(4, device=device))
+    held = devices.memory(device)
+    assert held is None or held.peak >= held.now > 0
+    devices.synchronize(device)
+
+
+# ---- what devices are trusted with ----------------------------------------------------------------------------------
+def test_attention_of_devices_that_torch_does_not_know_here():
+    named = {"cpu": "sdpa", "cuda:1": "sdpa", "xpu": "sdpa", "npu:0": "eager", "hpu": "eager", "newcomer": "eager"}
+    assert {name: devices.default_attention(name) for name in named} == named
+    assert devices.default_attention(torch.device("xpu", 1)) == "sdpa"
+
+
+def compilers(where: list[str]) -> list[str | None]:
+    """What stages are compiled with on these devices: one by its own word, one by its pipeline's."""
+    made = [fpipe.Stage(torch.matmul, compile="inductor"), torch.matmul]
+    group = LocalGroup(tuple(map(torch.device, where)))  # as if they were here
+    return [stage.compile for stage in fpipe.pipeline(made, group=group, compile="aot_eager").functions]
+
+
+def test_compilers_are_left_out_where_several_xpus_are_at_work(monkeypatch: pytest.MonkeyPatch):
+    for where in (["xpu:0"] * 2, ["xpu:0", "cpu"], ["cuda:0", "cuda:1"]):  # no warning, which would be an error
+        assert compilers(where) == ["inductor", "aot_eager"]
+    with pytest.warns(UserWarning, match="compile='inductor' is left out: where several devices of type 'xpu'") as told:
+        assert compilers(["xpu:0", "xpu:1"]) == [None, None]
+    assert told[0].filename == __file__
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.warns(UserWarning, match="'xpu' are at work"):  # the other one is another process's
+        assert compilers(["xpu:0"] * 2) == [None, None]
+    assert compilers(["cpu"] * 2) == ["inductor", "aot_eager"]
+    fpipe.pipeline(
+        [torch.matmul] * 2, group=LocalGroup((torch.device("xpu:0"), torch.device("xpu:1")))
+    )  # nothing to leave out

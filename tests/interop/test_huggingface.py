@@ -1,0 +1,178 @@
+"""Decoders of the transformers package, cut into stages: each family equals its unsplit model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import fpipe
+from decoders import ACCEPTANCE, FAMILIES, decoder, distance, tokens, unsplit
+from fpipe import tree
+from fpipe.interop import huggingface
+from fpipe.programs.tracing import trace
+
+ROWS, MICROBATCHES = 4, 2
+
+
+def run(model: Any, stages: int | None = 2, *, side: dict[str, Any] | None = None, **options: Any) -> tuple[Any, Any]:
+    """Loss and gradients of a split model, without a bubble to speak of: one rank holds all stages."""
+    made, params = huggingface.stages(model, stages, **options)
+    pipe = fpipe.pipeline(
+        made, "LoopedBFS", loss=huggingface.causal_loss, microbatches=MICROBATCHES, group=fpipe.local(1)
+    )
+    return fpipe.value_and_grad(pipe)(params, tokens(ROWS), tokens(ROWS), **(side or {}))
+
+
+#: The others are split in 4 and 8 stages, under every schedule, by test_acceptance_models.py.
+OTHERS = sorted(set(FAMILIES) - set(ACCEPTANCE))
+
+
+def agrees(model: Any, found: tuple[Any, Any], **side: Any) -> bool:
+    """Whether loss and gradients are the unsplit model's own."""
+    loss, grads = found
+    want, reference = unsplit(model, MICROBATCHES, tokens(ROWS), **side)
+    return abs(float(loss / want) - 1) < 1e-6 and distance(grads, reference) < 1e-6
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_family_equals_unsplit(family: str):
+    model = decoder(family, layers=2)
+    found = run(model)
+    assert {name for own in found[1] for name in own} == {n for n, _ in model.named_parameters(remove_duplicate=False)}
+    assert getattr(model.config, "_experts_implementation", None) != "batched_mm"  # the model itself was not changed
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+    assert agrees(model, found)
+
+
+def padded() -> dict[str, Any]:
+    mask = torch.ones(ROWS, 7, dtype=torch.long)
+    mask[1, 5:], mask[2, 3:] = 0, 0
+    return {"attention_mask": mask}
+
+
+def packed() -> dict[str, Any]:
+    return {"position_ids": torch.tensor([0, 1, 2, 0, 1, 2, 3]).expand(ROWS, 7)}
+
+
+@pytest.mark.parametrize(
+    ("family", "side"), [("llama", packed), ("gemma3", padded), ("gpt2", packed), ("mixtral", padded)]
+)
+def test_masks_and_positions_are_side_inputs(family: str, side: Any):
+    model = decoder(family, layers=2)
+    found = run(model, side=side())
+    assert agrees(model, found, **side())
+    assert not agrees(model, found)  # they do matter
+
+
+def test_rotary_embeddings_once_for_all_stages():
+    model = decoder("gemma3", layers=2)  # which has one table for each of two kinds of layers
+    side = huggingface.side_inputs(model, tokens(ROWS), **packed())
+    stages, params = huggingface.stages(model, 2)
+    program = trace(stages[1], params[1], torch.randn(2, 7, 16), **{n: _rows(v, 2) for n, v in side.items()})
+    assert "cos" not in program.forward.code
+    assert agrees(model, run(model, side=side), **packed())
+
+
+def _rows(value: Any, count: int) -> Any:
+    return tree.tree_map(lambda t: t[:count], value)
+
+
+def test_tied_and_frozen_are_carried():
+    model = decoder("gpt2", layers=3)
+    model.transformer.wpe.weight.requires_grad_(False)
+    model.transformer.h[1].attn.c_attn.bias.requires_grad_(False)
+    stages, params = huggingface.stages(model, 3)
+    assert stages[0].ties == (("transformer.wte.weight", "transformer.wte.weight"),)
+    assert stages[2].ties == (("lm_head.weight", "transformer.wte.weight"),)
+    assert [s.frozen for s in stages] == [("transformer.wpe.weight",), ("transformer.h.1.attn.c_attn.bias",), ()]
+    assert params[2]["lm_head.weight"].data_ptr() == params[0]["transformer.wte.weight"].data_ptr()
+    loss, grads = run(model, 3)
+    assert grads[0]["transformer.wpe.weight"] is None
+    assert torch.equal(grads[0]["transformer.wte.weight"], grads[2]["lm_head.weight"])
+    assert agrees(model, (loss, grads))
+
+
+def test_ends_alone():
+    """The last stage may be the norm and the head alone."""
+    model = decoder("gemma2", layers=2)
+    found = run(model, None, cuts=[1, 2])
+    assert sorted(found[1][2]) == ["lm_head.weight", "model.norm.weight"]
+    assert agrees(model, found)
+
+
+def test_checkpointed_layers_are_recomputed():
+    model = decoder("llama", layers=2, train=True)
+    plain = huggingface.stages(model, 2)
+    model.gradient_checkpointing_enable()
+    stages, params = huggingface.stages(model, 2)
+    x = torch.randn(2, 7, 16)
+    made, usual = trace(stages[1], params[1], x), trace(plain[0][1], params[1], x)
+    assert made.saved_bytes < usual.saved_bytes / 3
+    (y, saved), (want, kept) = made.forward(params[1], x), usual.forward(params[1], x)
+    assert torch.equal(y, want)
+    torch.testing.assert_close(made.backward(saved, y), usual.backward(kept, y))
+    assert model.base_model.layers[1].gradient_checkpointing
+
+
+def test_a_heavy_head_gets_fewer_layers():
+    model = decoder("llama", layers=6, vocab_size=200)
+    stages, _ = huggingface.stages(model, 3)
+    assert [stage.name for stage in stages] == [f"LlamaForCausalLM[{span}]" for span in ("0:2", "2:5", "5:6")]
+
+
+# ---- experts --------------------------------------------------------------------------------------------------------
+def test_router_loss_is_over_all_layers():
+    """The product of two sums over all layers: it cannot be had by adding up the stages' own losses."""
+    model = decoder("mixtral", layers=2)
+    stages, params = huggingface.stages(model, 2)
+    assert [stage.aux_loss for stage in stages] == [False, True]
+    ids = tokens(2)
+    _, aux = stages[1](params[1], stages[0](params[0], ids))
+    want = model(input_ids=ids, output_router_logits=True).aux_loss * model.router_aux_loss_coef
+    assert torch.allclose(aux, want, rtol=1e-6)
+    stages, params = huggingface.stages(model, 2, aux_loss=False)
+    assert not stages[1].aux_loss
+    assert isinstance(stages[1](params[1], stages[0](params[0], ids)), torch.Tensor)
+
+
+def test_experts_that_do_not_trace_run_eagerly():
+    model = decoder("qwen3-moe", layers=3)  # its layer 1 has no experts
+    stages, _ = huggingface.stages(model, None, cuts=[1, 2], experts="eager")
+    assert [stage.engine for stage in stages] == ["eager", None, "eager"]
+    assert agrees(model, run(model, 3, experts="eager"))
+
+
+def test_experts_of_bfloat16_trace_as_grouped_products():
+    model = decoder("mixtral", layers=1).to(torch.bfloat16)
+    stages, params = huggingface.stages(model, 1)
+    assert stages[0].engine is None
+    assert "grouped_mm" in trace(stages[0], params[0], tokens(2)).forward.code
+
+
+# ---- mistakes -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n": 4}, r"n=4 stages of 2 layers and a head; give 1 to 3"),
+        ({"n": 0}, r"n=0 stages"),
+        ({}, "say how many stages"),
+        ({"n": 2, "cuts": [1]}, "one of both"),
+        ({"cuts": [2, 1]}, "give ascending layer indices from 1 to 2"),
+        ({"cuts": [0]}, "give ascending layer indices from 1 to 2"),
+        ({"n": 2, "aux_loss": True}, "LlamaForCausalLM has no router loss to add"),
+    ],
+)
+def test_mistakes(options: dict[str, Any], message: str):
+    with pytest.raises(fpipe.StageError, match=message):
+        huggingface.stages(decoder("llama", layers=2), **options)
+
+
+def test_other_modules_are_sent_to_from_module():
+    with pytest.raises(
+        fpipe.StageError, match=r"Linear is no causal model of the transformers package; fpipe\.from_mod"
+    ):
+        huggingface.stages(torch.nn.Linear(2, 2), 1)

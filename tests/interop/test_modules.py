@@ -1,0 +1,287 @@
+"""``from_module`` and ``to_module``: an nn.Module cut into pure stages gives what the module gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fpipe
+from fpipe.interop._skeleton import clone
+from fpipe.programs.tracing import trace
+
+
+class Block(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.mix, self.up = nn.Linear(width, width, bias=False), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
+        x = x + torch.tanh(self.mix(x)).cumsum(1)
+        return self.up(x) if keep is None else self.up(x) * keep
+
+
+class Writer(nn.Module):
+    """What public code does around its list of blocks: an assertion about sizes, positions made on the spot, a buffer,
+    a residual from far before, a head that is the embedding's own weight, an optional mask."""
+
+    def __init__(self, blocks: int = 4, width: int = 6):
+        super().__init__()
+        self.embed, self.position = nn.Embedding(11, width), nn.Embedding(8, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+        self.register_buffer("scale", torch.tensor(3.0))
+
+    def forward(self, tokens: Tensor, keep: Tensor | None = None) -> Tensor:
+        _, length = tokens.shape
+        assert length <= self.position.num_embeddings, "too long"
+        places = torch.arange(0, length, device=tokens.device)
+        x = first = self.embed(tokens) * self.scale + self.position(places)
+        mask = None if keep is None else keep.unsqueeze(-1)
+        for block in self.blocks:
+            x = block(x, mask)
+        return nn.functional.linear(self.norm(x + first) * self.scale, self.embed.weight)
+
+
+CUTS = ["blocks.1", "blocks.2", "norm"]
+
+
+def entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def writer() -> Writer:
+    torch.manual_seed(0)
+    model = Writer()
+    model.norm.bias.requires_grad_(False)
+    model.blocks[2].mix.weight.requires_grad_(False)
+    return model
+
+
+def batch(rows: int = 4) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(2)
+    return torch.randint(0, 11, (rows, 5), generator=draw), torch.randint(0, 11, (rows, 5), generator=draw)
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm().clamp_min(1e-30))
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("1F1B", 4), ("ZBV", 2), ("DualPipeV", 2), ("DualPipe", 4)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_pipeline_equals_module(schedule: str, ranks: int, masked: bool):
+    model = writer()
+    tokens, targets = batch()
+    keep = (tokens > 2).float() if masked else None
+    stages, params = fpipe.from_module(model, CUTS, side=["keep"] if masked else [])
+    pipe = fpipe.pipeline(stages, schedule, loss=entropy, microbatches=2, group=fpipe.local(ranks))
+    loss, grads = fpipe.value_and_grad(pipe)(params, tokens, targets, **({"keep": keep} if masked else {}))
+
+    want = entropy(model(tokens, keep), targets)  # one microbatch's mean is as good as the other's: equal sizes
+    want.backward()
+    assert relative(loss, want.detach()) < 1e-6
+    named = dict(model.named_parameters())
+    seen = set()
+    for own in grads:
+        for name, grad in own.items():
+            seen.add(name)
+            assert (grad is None) == (not named[name].requires_grad), name
+            assert grad is None or relative(grad, named[name].grad) < 1e-6, name
+    assert seen == set(named)
+    assert torch.equal(grads[0]["embed.weight"], grads[-1]["embed.weight"])  # tied by identity, each copy gets the sum
+
+
+def test_what_the_stages_carry():
+    model = writer()
+    stages, params = fpipe.from_module(model, CUTS, side=["keep"])
+    assert [stage.frozen for stage in stages] == [(), (), ("blocks.2.mix.weight",), ("norm.bias",)]
+    assert stages[0].ties == stages[3].ties == (("embed.weight", "embed.weight"),)
+    assert [stage.sides for stage in stages] == [("keep",), ("keep",), ("keep",), ()]
+    assert params[0]["embed.weight"].data_ptr() == model.embed.weight.data_ptr()  # the module's tensors, not copies
+    assert not any(p.requires_grad for own in params for p in own.values())
+    assert not any(stage.state for stage in stages)
+
+
+def test_stages_trace_and_leave_the_module_alone():
+    model = writer()
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    x: Any = batch()[0]
+    for stage, own in zip(*fpipe.from_module(model, CUTS), strict=True):
+        x, _ = trace(stage, own, x).forward(own, x)
+    assert torch.allclose(x, model(batch()[0]))
+    assert all(torch.equal(before[name], p) for name, p in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert type(torch.arange(2)) is Tensor
+    assert torch.arange.__name__ == "arange"
+    assert not hasattr(torch.arange, "__wrapped__")
+
+
+def test_one_stage_and_nested_cuts():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)), nn.ReLU(), nn.Linear(3, 2))
+    x = torch.randn(2, 3)
+    for cuts in ([], ["0.2"], ["0.1", "0.2", "1", "2"]):
+        stages, params = fpipe.from_module(model, cuts)
+        y = x
+        for stage, own in zip(stages, params, strict=True):
+            y = stage(own, y)
+        assert len(stages) == len(cuts) + 1
+        assert torch.equal(y, model(x))
+
+
+def test_parameters_shared_inside_one_stage_are_one_leaf():
+    layer = nn.Linear(3, 3)
+    twice = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(3, 3))
+    twice[3].weight = layer.weight
+    stages, params = fpipe.from_module(twice)
+    assert sorted(params[0]) == ["0.bias", "0.weight", "3.bias"]
+    x = torch.ones(2, 3)
+    assert torch.equal(stages[0](params[0], x), twice(x))
+
+
+# ---- state ----------------------------------------------------------------------------------------------------------
+def convolutions() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2))
+
+
+def test_running_statistics_are_state():
+    model, x = convolutions(), torch.randn(4, 1, 5, 5)
+    stages, params = fpipe.from_module(model, ["2"])
+    assert [sorted(stage.initial_state or ()) for stage in stages] == [
+        ["1.num_batches_tracked", "1.running_mean", "1.running_var"],
+        ["4.num_batches_tracked", "4.running_mean", "4.running_var"],
+    ]
+    moved = stages[0](params[0], stages[0].initial_state, x)[1]
+    assert not torch.equal(moved["1.running_mean"], torch.zeros(2))
+    assert torch.equal(stages[0].initial_state["1.running_mean"], torch.zeros(2))  # what was passed is not changed
+    square = lambda y, t: (y - t).square().mean()
+    pipe = fpipe.pipeline(stages, "1F1B", loss=square, microbatches=2, group=fpipe.local(2))
+    (loss, state), grads = fpipe.value_and_grad(pipe)(params, x, torch.zeros(4, 2, 3, 3))
+    want = sum(square(model(part), torch.zeros(2, 2, 3, 3)) / 2 for part in x.split(2))  # moves its own statistics
+    want.backward()
+    for name, grad in {**grads[0], **grads[1]}.items():
+        assert torch.allclose(grad, model.get_parameter(name).grad, rtol=1e-5, atol=1e-6), name
+    assert torch.allclose(loss, want)
+    for name, value in {**state[0], **state[1]}.items():
+        assert torch.allclose(value, model.get_buffer(name)), name
+    fresh = convolutions()
+    fpipe.to_module(fresh, params, state)
+    assert torch.equal(fresh[1].running_mean, model[1].running_mean)
+    assert int(fresh[4].num_batches_tracked) == 2
+
+
+def test_statistics_are_constants_in_eval():
+    model = convolutions().eval()
+    stages, params = fpipe.from_module(model, ["2"])
+    assert not any(stage.state for stage in stages)
+    x = torch.randn(2, 1, 5, 5)
+    assert torch.equal(stages[1](params[1], stages[0](params[0], x)), model(x))
+
+
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return x * self.calls
+
+
+def test_a_buffer_that_forward_replaces():
+    model = nn.Sequential(nn.Linear(2, 2), Counter())
+    stages, params = fpipe.from_module(model)
+    with pytest.raises(fpipe.StageError, match=r"replaces its buffer '1\.calls'.*state=\['1\.calls'\]"):
+        stages[0](params[0], torch.ones(1, 2))
+    assert int(model[1].calls) == 0  # the module itself was not touched
+    stages, params = fpipe.from_module(model, state=["*.calls"])
+    _, state = stages[0](params[0], stages[0].initial_state, torch.ones(1, 2))
+    assert int(state["1.calls"]) == 1
+
+
+def test_a_norm_that_runs_in_two_stages_is_refused():
+    norm = nn.BatchNorm1d(3)
+    with pytest.raises(fpipe.StageError, match="changes in two stages"):
+        fpipe.from_module(nn.Sequential(norm, nn.Linear(3, 3), norm), ["1"])
+
+
+def test_constants_follow_the_parameters():
+    """A stage on another device needs its buffers there, also when its first call is a trace."""
+    model = writer()
+    stages, params = fpipe.from_module(model, CUTS)
+    away = {name: torch.empty_like(p, device="meta") for name, p in params[0].items()}
+    trace(stages[0], away, torch.empty(2, 5, dtype=torch.long, device="meta"))
+    moved = stages[0].fn.constants_on(torch.device("meta"))["scale"]
+    assert type(moved) is Tensor
+    assert moved.device.type == "meta"
+    assert stages[0].fn.constants_on(torch.device("cpu"))["scale"] is model.scale
+
+
+def test_hooks_and_shared_modules_survive_cloning():
+    layer = nn.Linear(2, 2)
+    model = nn.Sequential(layer, nn.Tanh(), layer)
+    layer.register_forward_hook(lambda m, args, y: y + 1)
+    stages, params = fpipe.from_module(model, ["1"])
+    x = torch.ones(1, 2)
+    assert torch.equal(stages[1](params[1], stages[0](params[0], x)), model(x))
+    copy = clone(model)
+    assert stages[0].ties == stages[1].ties != ()
+    assert copy[0] is copy[2]
+    assert copy[0]._forward_hooks is not layer._forward_hooks
+
+
+# ---- mistakes -------------------------------------------------------------------------------------------------------
+class Chooser(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.never = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) if x.sum() > 0 else self.b(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (Writer(), {"cuts": ["block.1"]}, "'block.1', which is no submodule of Writer; near names: blocks.1"),
+        (Writer(), {"cuts": ["blocks.2", "blocks.1"]}, "'blocks.1' after 'blocks.2', but forward runs it first"),
+        (Writer(), {"cuts": ["embed"]}, "the first stage would be empty"),
+        (Writer(), {"cuts": ["norm", "norm"]}, "names a submodule twice"),
+        (Writer(), {"cuts": "norm"}, r"cuts='norm'; give a list"),
+        (Writer(), {"cuts": ["blocks"]}, None),  # all blocks begin one stage
+        (Writer(), {"cuts": ["norm"], "side": ["mask"]}, r"side=\['mask'\] are no arguments.*it has keep"),
+        (Chooser(), {"cuts": ["b"]}, "cannot be read as a chain"),
+        (nn.Sequential(Chooser(), nn.Linear(2, 2)), {"cuts": ["0.never"]}, "cannot be read as a chain"),
+        (nn.ModuleDict({"a": nn.Linear(2, 2)}), {}, "cannot be read as a chain|no arguments|has no forward"),
+        (lambda x: x, {}, "takes an nn.Module, not a function"),
+    ],
+)
+def test_mistakes(model: Any, options: dict[str, Any], message: str | None):
+    if message is None:
+        assert len(fpipe.from_module(model, **options)[0]) == 2
+        return
+    with pytest.raises(fpipe.StageError, match=message):
+        fpipe.from_module(model, **options)
+
+
+def test_never_called():
+    class Idle(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return self[0](x)
+
+    with pytest.raises(fpipe.StageError, match="'1', but forward never calls it"):
+        fpipe.from_module(Idle(nn.Linear(2, 2), nn.Linear(2, 2)), ["1"])
+
+
+def test_to_module_refuses_what_does_not_fit():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    _, params = fpipe.from_module(model, ["1"])
+    assert fpipe.to_module(model, [None, {"1.bias": torch.ones(2), "1.weight": None}]) is model
+    assert model[1].bias.tolist() == [1, 1]
+    with pytest.raises(fpipe.StageError, match=r"stage 0 hold '5\.bias', which the module does not have"):
+        fpipe.to_module(model, [{"5.bias": torch.ones(2)}, None])
+    with pytest.raises(fpipe.StageError, match=r"'1\.bias' has shape \[3\], the module's has \[2\]"):
+        fpipe.to_module(model, [params[0], {"1.bias": torch.ones(3)}])

@@ -1,0 +1,142 @@
+"""What fpipe asks of torch's private tracing, asked directly: a torch that answers otherwise is found here first."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch.utils.checkpoint import checkpoint
+
+from fpipe.errors import ActionError, TraceError
+from fpipe.programs import _fake, _purity
+from fpipe.tree import Aval
+
+
+def traced(fn, *shapes: tuple[int, ...]) -> fx.GraphModule:
+    with _fake.mode() as mode:
+        fakes = [torch.empty(shape) for shape in shapes]
+        with mode:
+            graph = _fake.make_graph(fn, fakes)
+    _fake.name_inputs(graph, [f"x{i}" for i in range(len(shapes))])
+    _fake.clean(graph)
+    return graph
+
+
+def names(graph: fx.GraphModule) -> list[str]:
+    return [node.target._opname for node in graph.graph.nodes if node.op == "call_function"]
+
+
+def test_writes_become_values():
+    def writes(x):
+        h = x * 2
+        h.view(-1)[1:3].add_(1)
+        return (h,)
+
+    graph = traced(writes, (2, 3))
+    assert not any(_fake._writes(node) for node in graph.graph.nodes)
+    x = torch.randn(2, 3)
+    assert torch.equal(graph(x)[0], writes(x)[0])
+
+
+def test_identities_and_double_transposes_go():
+    assert names(traced(lambda x: (x.detach().t().t().detach() * 2,), (2, 3))) == ["mul"]
+
+
+def test_names_do_not_collide():
+    """An operation may be called like an input: torch's ``t`` is one, and a state leaf ``t0`` another."""
+    graph = traced(lambda x, y: (x.t() @ y,), (2, 3), (2, 3))
+    seen = [node.name for node in graph.graph.nodes]
+    assert len(set(seen)) == len(seen) and seen[:2] == ["x0", "x1"]
+
+
+def test_marks_are_carried_through_functionalization():
+    def marked(x):
+        with fx.traceback.annotate({"mark": "here"}):
+            h = x.exp()
+        h.add_(1)
+        return (h,)
+
+    graph = traced(marked, (2, 3))
+    found = {
+        node.target._opname: _fake.region(node, "mark") for node in graph.graph.nodes if node.op == "call_function"
+    }
+    assert found["exp"] == "here" and found["add"] is None
+
+
+def test_views_lie_in_one_memory():
+    graph = traced(lambda x: (x.view(-1), (x * 2).t(), x + 1), (2, 3))
+    memory = _fake.memory(graph.graph.nodes)
+    assert memory["view"].root == "x0" and memory["view"].given
+    assert memory["t"].root == "mul" and not memory["t"].given and memory["t"].nbytes == 24
+    assert memory["add"].root == "add"
+
+
+def test_a_fake_run_changes_nothing_and_is_quiet(caplog: pytest.LogCaptureFixture):
+    real = torch.ones(3)
+    with caplog.at_level(logging.DEBUG), _fake.quiet(), _fake.mode():
+        with pytest.raises(RuntimeError, match="broadcast"):
+            torch.empty(2) + torch.empty(3)
+        assert (torch.empty(3) + real).shape == (3,)
+        with _purity.watching("stage"), pytest.raises(TraceError, match="closes over"):
+            real.add_(torch.empty(3))
+    assert torch.equal(real, torch.ones(3)) and not caplog.records
+
+
+def test_batch_norm_keeps_no_secrets():
+    """Its kernels write into running statistics that their schemas declare as plain inputs."""
+    schema = torch.ops.aten.native_batch_norm.default._schema
+    assert not schema.is_mutable, "torch has mended this: _purity.spell_out can go"
+
+    def norm(x, mean, var):
+        y = torch.nn.functional.batch_norm(x, mean, var, training=True)
+        return y, mean, var
+
+    graph = traced(norm, (4, 3), (3,), (3,))
+    _purity.spell_out(graph)
+    graph.recompile()
+    x, mean, var = torch.randn(4, 3), torch.zeros(3), torch.ones(3)
+    y, new_mean, new_var = graph(x, mean, var)
+    assert torch.equal(mean, torch.zeros(3)) and torch.equal(var, torch.ones(3))
+    assert all(torch.equal(a, b) for a, b in zip((y, new_mean, new_var), norm(x, mean, var), strict=True))
+
+
+def test_avals_are_built_as_they_were():
+    strided = torch.randn(4, 6).t()[::2]
+    with _fake.mode():
+        made = _fake.empty(Aval.like(strided, grad=True))
+    assert (made.shape, made.stride(), made.dtype, made.requires_grad) == (
+        (3, 4),
+        strided.stride(),
+        torch.float32,
+        True,
+    )
+
+
+def test_errors_are_told_apart():
+    def told(fn) -> Exception:
+        with _fake.quiet(), _fake.mode():
+            try:
+                fn(torch.empty(2, 2))
+            except Exception as error:
+                return _fake.explain(error, "f", "(...)")
+        raise AssertionError
+
+    assert isinstance(told(lambda x: bool(x.sum() > 0)), TraceError)
+    assert isinstance(told(lambda x: x.nonzero()), TraceError)
+    assert isinstance(told(lambda x: x.numpy()), TraceError)
+    assert isinstance(told(lambda x: x @ torch.ones(3)), ActionError)
+    assert isinstance(told(lambda x: {}["missing"]), ActionError)
+
+
+def test_a_users_file_in_a_folder_called_fpipe_is_the_users(tmp_path: Path):
+    """A clone of this repository is such a folder: no error there had its line."""
+    file = tmp_path / "fpipe" / "torch" / "user.py"
+    names: dict[str, Any] = {}
+    exec(compile("def stage(p, x):\n    raise KeyError(p)\n", str(file), "exec"), names)
+    with pytest.raises(KeyError) as caught:
+        checkpoint(names["stage"], 1, torch.ones(1), use_reentrant=False)
+    assert f" at {file}:2 " in _fake.where(caught.value)

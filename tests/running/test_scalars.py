@@ -1,0 +1,74 @@
+"""Scalars through Python have torch's bits; and a process that fpipe starts keeps the memory that it frees."""
+
+from __future__ import annotations
+
+import os
+import platform
+import struct
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fpipe
+from fpipe.running.scalars import added, packed, unpacked
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+#: any bits that are a float32: subnormal, infinite and no numbers among them
+SINGLE = st.integers(0, 2**32 - 1).map(lambda bits: struct.unpack("=f", struct.pack("=I", bits))[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(numbers=st.lists(SINGLE, min_size=1, max_size=9), weight=st.none() | st.sampled_from([1.0, 1 / 3, 0.125, 1e-40]))
+def test_added_as_torch_adds_them(dtype: torch.dtype, numbers: list[float], weight: float | None):
+    values = [torch.tensor(number).to(dtype) for number in numbers]
+    wanted = values[0] if weight is None else values[0] * weight
+    for value in values[1:]:
+        wanted = wanted + (value if weight is None else value * weight)
+    found = added(values, weight)
+    assert found.dtype is dtype and found.shape == ()
+    assert torch.equal(found, wanted) or (found.isnan() and wanted.isnan())
+
+
+@given(numbers=st.lists(SINGLE, max_size=4), dtype=st.sampled_from(DTYPES))
+def test_there_and_back_as_bytes(numbers: list[float], dtype: torch.dtype):
+    values = [torch.tensor(-(2**62) + 1), *(torch.tensor(number).to(dtype) for number in numbers)]
+    found = unpacked(packed(values), [value.dtype for value in values])
+    assert [value.dtype for value in found] == [value.dtype for value in values]
+    assert torch.equal(packed(found), packed(values))
+
+
+def test_scalars_stay_on_the_cpu_whatever_the_default_device_is():
+    values = [torch.tensor(1.0), torch.tensor(2.0)]
+    with torch.device("meta"):
+        assert added(values, 0.5).item() == 1.5
+        assert [value.item() for value in unpacked(packed(values), [torch.float32] * 2)] == [1.0, 2.0]
+
+
+def test_a_lazy_minus_is_packed_as_what_it_means():
+    lazy = torch.tensor(2.0 - 3.0j).conj().imag
+    assert lazy.is_neg()
+    assert unpacked(packed([lazy]), [torch.float32])[0] == 3.0
+
+
+def faults() -> int:
+    """How many pages a second row of steps has made anew."""
+    import resource
+
+    def step() -> None:
+        held = [torch.ones(1 << 18) for _ in range(8)]
+        held.clear()
+
+    step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5):
+        step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+@pytest.mark.skipif("MALLOC" in str(os.environ.keys()).upper(), reason="memory is ruled by the environment")
+def test_processes_that_are_launched_keep_what_they_free():
+    kept, given_back = (fpipe.launch(faults, ranks=1, env=env)[0] for env in ({}, {"MALLOC_ARENA_MAX": "8"}))
+    assert kept < 1_000 < given_back, "one page is 4 KiB, and a step takes 8 MiB"

@@ -1,0 +1,443 @@
+"""Pictures: what is drawn is what the timeline says, in every format, and it can be read."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import zlib
+from itertools import combinations
+from math import dist
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+import pytest
+
+from fpipe.errors import FpipeError
+from fpipe.generators import make_schedule
+from fpipe.schedules import pictures
+from fpipe.schedules.actions import Action, AnyAction, Fused
+from fpipe.schedules.pictures import _colours, _font, _layout, _png, _scene, _terminal
+from fpipe.schedules.simulation import Costs
+from fpipe.schedules.timeline import Timeline
+
+NAMES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBV", "DualPipeV", "DualPipe", "ZBH2")
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def timeline(name: str = "ZBV", ranks: int = 4, microbatches: int = 8, costs: str = "") -> Timeline:
+    return make_schedule(name, ranks, microbatches).simulate(Costs.parse(costs))
+
+
+class Span(NamedTuple):
+    rank: int
+    position: int
+    action: AnyAction
+    start: float
+    end: float
+
+
+class Wait(NamedTuple):
+    rank: int
+    position: int
+    time: float
+
+
+class Toy:
+    """The least that can be drawn: it shares no code with ``Timeline``. 1F0 waits for 0F0; then a fused action."""
+
+    name, unit, ranks, span, bubble = "toy", "", 2, 5.0, 0.3
+    spans = (
+        (Span(0, 0, Action(0, "F", 0), 10.0, 12.0), Span(0, 1, Action(0, "F", 1), 12.0, 14.0)),
+        (
+            Span(1, 0, Action(1, "F", 0), 13.0, 14.0),
+            Span(1, 1, Fused((Action(1, "F", 1), Action(1, "B", 0))), 14.0, 18.0),
+        ),
+    )
+
+    def of_rank(self, rank: int, /) -> tuple[Span, ...]:
+        return self.spans[rank]
+
+    def curve(self, rank: int, /) -> list[tuple[float, float]]:
+        return [(10.0, 1), (12.0, 2)] if rank == 0 else [(13.0, 1), (14.0, 2), (18.0, 1)]
+
+    def waited_for(self, rank: int, position: int, /) -> Wait | None:
+        return Wait(0, 0, 3.0) if (rank, position) == (1, 0) else None
+
+
+# ---- colours --------------------------------------------------------------------------------------------------------
+#: linear RGB as people with one kind of cone missing see it (Machado, Oliveira and Fernandes 2009, severity 1)
+VISIONS = {
+    "usual": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "protan": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "deutan": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
+    "tritan": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
+}
+
+
+def seen(colour: str, vision: str) -> tuple[float, float, float]:
+    linear = _colours._linear(colour)
+    there = [sum(a * b for a, b in zip(row, linear, strict=True)) for row in VISIONS[vision]]
+    gamma = [
+        12.92 * v if v <= 0.0031308 else 1.055 * v ** (1 / 2.4) - 0.055 for v in (min(max(v, 0), 1) for v in there)
+    ]
+    return _colours.lab("#" + "".join(f"{round(255 * v):02x}" for v in gamma))
+
+
+@pytest.mark.parametrize("vision", VISIONS)
+@pytest.mark.parametrize("shades", [1, 2, 4])
+def test_kinds_of_work_stay_apart_for_colour_blind_eyes(vision: str, shades: int):
+    for a, b in combinations("FBIW", 2):
+        for j in range(shades):
+            for k in range(shades):
+                one, two = _colours.fill(a, j, shades), _colours.fill(b, k, shades)
+                assert dist(seen(one, vision), seen(two, vision)) > 20, (a, j, b, k)
+
+
+@pytest.mark.parametrize("shades", [2, 3, 4])
+def test_shades_of_one_kind_differ_and_letters_can_be_read(shades: int):
+    for op in "FBIW":
+        fills = [_colours.fill(op, k, shades) for k in range(shades)]
+        assert all(dist(_colours.lab(a), _colours.lab(b)) > 6 for a, b in combinations(fills, 2))
+        for ground in fills:
+            low, high = sorted((_colours.luminance(ground), _colours.luminance(_colours.ink(ground))))
+            assert (high + 0.05) / (low + 0.05) >= 4.5, ground
+    assert len({_colours.of_256(_colours.fill(op, k, 2)) for op in "FBIW" for k in range(2)}) == 8
+
+
+# ---- terminal -------------------------------------------------------------------------------------------------------
+def lanes(text: str, ranks: int) -> dict[int, str]:
+    """What stands on each rank's line, panels joined."""
+    found: dict[int, str] = {}
+    for line in text.splitlines():
+        if match := re.match(r"rank (\d+)", line):
+            margin = 6 + len(str(ranks - 1))
+            found[int(match[1])] = found.get(int(match[1]), "") + line[margin:] + " "
+    assert list(found) == list(range(ranks))
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plain_text_names_every_action_in_order(name: str):
+    t = timeline(name)
+    text = pictures.draw(t, width=100, color=False)
+    assert text.isascii()
+    assert "\x1b" not in text
+    for rank, cells in lanes(text, 4).items():
+        told = [str(part) for span in t.of_rank(rank) for part in span.action.parts]
+        if t.placement.stages == t.ranks and "0F0" not in text:
+            told = [name[1:] for name in told]
+        assert re.findall(r"\d*[FBIW]\d+", cells) == told
+
+
+@pytest.mark.parametrize("color", [False, True])
+@pytest.mark.parametrize("width", [16, 20, 41, 80, 133, 250])
+@pytest.mark.parametrize("name", ["1F1B", "DualPipeV"])
+def test_text_fits_its_width(name: str, width: int, color: bool):
+    text = pictures.draw([timeline(name), timeline(name, costs="comm=0.3,overlap=2.5")], width=width, color=color)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
+    assert width / 2 < max(map(len, lines)) <= width
+    assert sum(line.startswith(("rank 3 ", "3 ")) for line in lines) >= 2
+
+
+@pytest.mark.parametrize(("name", "stages"), [("1F1B", 16), ("ZBV", 32)])
+def test_sixteen_ranks_and_sixty_four_microbatches_can_be_read(name: str, stages: int):
+    t = timeline(name, 16, 64)
+    assert t.placement.stages == stages
+    for rank, cells in lanes(pictures.draw(t, width=120, color=False), 16).items():
+        told = [
+            f"{a.op}{a.microbatch}" if a.stage < 16 else f"{a.op}{a.microbatch}".lower()
+            for a in (span.action for span in t.of_rank(rank))
+            if isinstance(a, Action)
+        ]
+        assert re.findall(r"[FBIWfbiw]\d+", cells) == told
+
+
+def test_columns_are_times():
+    text = pictures.draw(timeline("1F1B", 3, 3), width=200, color=False).splitlines()
+    axis, rank2 = text[1], text[4]
+    assert rank2.index("2F0") == axis.index("2")
+    assert text[2].index("0B0") == axis.index(" 7 ") + 1
+
+
+def test_an_overview_shows_each_kind_by_its_share_of_time():
+    text = pictures.draw(timeline("1F1B", 64, 256), width=120, color=False)
+    cells = lanes(text, 64)
+    steady = cells[63][10:90]
+    assert steady.count("F") * 2 == pytest.approx(steady.count("B"), abs=4)
+    assert cells[0].startswith("FF")
+    assert cells[63].startswith(".")
+
+
+def test_colour_is_on_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch):
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    t = timeline()
+    assert "\x1b" not in pictures.draw(t)  # captured, so not a terminal
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert "\x1b[0;38;5;" in pictures.draw(t)
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    assert "\x1b[0;38;2;" in pictures.draw(t)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in pictures.draw(t)
+    assert "\x1b" in pictures.draw(t, color=True)
+
+
+def test_fused_actions_show_both_parts_in_their_colours():
+    text = pictures.draw(Toy(), width=70, color=True)
+    for op in "FB":
+        red, green, blue = _colours.rgb(_colours.fill(op))
+        assert f"48;2;{red};{green};{blue}m" in text.splitlines()[3]
+    assert "1F1----------&1B0----------" in pictures.draw(Toy(), width=70, color=False)
+
+
+def test_several_timelines_share_one_axis():
+    text = pictures.draw([timeline("1F1B"), timeline("ZBV", costs="F=.5,I=.5,W=.5")], width=300, color=False)
+    first, second = text.split("ZBVZeroBubble: 4 ranks")
+    assert first.splitlines()[1].split()[:4] == second.splitlines()[1].split()[:4]
+    assert first.splitlines()[1].index("10") == second.splitlines()[1].index("10")
+
+
+# ---- scenes ---------------------------------------------------------------------------------------------------------
+def test_few_seconds_are_told_in_smaller_units():
+    spans = [(0, Action(0, "F", 0), 5.0, 5.0125), (0, Action(0, "B", 0), 5.0125, 5.025)]
+    (scene,) = _scene.scenes(Timeline.measured(spans, unit="s"))
+    assert (scene.unit, scene.total) == ("ms", pytest.approx(25))
+    assert "25 ms" in pictures.draw(Timeline.measured(spans, unit="s"), width=60, color=False)
+
+
+def test_timelines_in_different_units_have_no_axis():
+    spans = [(0, Action(0, "F", 0), 0.0, 1.0)]
+    two = [Timeline.measured(spans, unit="s"), Timeline.measured(spans, unit="ms")]
+    with pytest.raises(FpipeError, match="ms and in s have no common axis"):
+        pictures.draw(two)
+
+
+def test_a_timeline_without_a_unit_is_stretched_to_one_that_has_it():
+    simulated = timeline("1F1B")
+    measured = Timeline.measured([(s.rank, s.action, s.start / 500, s.end / 500) for s in simulated], unit="s")
+    one, two = _scene.scenes([simulated, measured])
+    assert (one.unit, one.one) == ("ms", pytest.approx(2))
+    assert one.total == pytest.approx(two.total) == pytest.approx(66)
+    assert "1 of its units drawn as 2 ms" in pictures.draw([simulated, measured], width=150, color=False)
+    assert _scene.scenes([simulated, simulated])[0].one == 0
+
+
+def test_directions_of_a_bidirectional_schedule_get_different_shades():
+    (scene,) = _scene.scenes(timeline("DualPipe"))
+    shades = {bar.shades[0] for bar in scene.lanes[0].bars if str(bar.action) in ("0F0", "3F4")}
+    assert shades == {0, 1}
+    assert scene.shades == 2
+    (scene,) = _scene.scenes(timeline("Interleaved1F1B"))
+    assert {(b.action.parts[0].stage // 4, b.shades[0]) for b in scene.lanes[2].bars} == {(0, 0), (1, 1)}
+
+
+def test_a_measured_timeline_may_lack_actions():
+    spans = [(0, Action(0, "F", 0), 0.0, 1.0), (1, Action(5, "F", 0), 1.0, 2.0), (1, Action(2, "F", 0), 2.0, 3.0)]
+    toy = Toy()
+    toy.spans = tuple(
+        tuple(Span(r, i, a, s, e) for i, (_, a, s, e) in enumerate(x for x in spans if x[0] == r)) for r in (0, 1)
+    )  # type: ignore[assignment]
+    (scene,) = _scene.scenes(toy)
+    assert [bar.shades for bar in scene.lanes[1].bars] == [(1,), (0,)]
+
+
+@pytest.mark.parametrize("ending", pictures.FORMATS)
+def test_an_empty_or_pointlike_timeline_can_be_drawn(ending: str, tmp_path: Path):
+    toy = Toy()
+    toy.spans = ((), ())
+    toy.curve = lambda rank, /: []  # type: ignore[method-assign]
+    toy.waited_for = lambda rank, position, /: None  # type: ignore[method-assign]
+    pictures.save(toy, tmp_path / f"empty{ending}")
+    toy.spans = ((Span(0, 0, Action(0, "F", 0), 1.0, 1.0),), ())
+    pictures.save(toy, tmp_path / f"point{ending}")
+    assert (tmp_path / f"point{ending}").stat().st_size > 0
+
+
+# ---- svg ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", NAMES)
+def test_svg_has_a_rectangle_for_every_part(name: str, tmp_path: Path):
+    t = timeline(name, costs="overlap=3")
+    pictures.save(t, tmp_path / "a.svg")
+    root = ElementTree.fromstring((tmp_path / "a.svg").read_text(encoding="utf-8"))
+    bars = [rect for rect in root.iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None]
+    assert len(bars) == sum(len(span.action.parts) for span in t)
+    hints = {rect.find(f"{SVG}title").text for rect in bars}  # type: ignore[union-attr]
+    assert {hint.partition(":")[0] for hint in hints if hint} == {str(span.action) for span in t}
+    page = [float(root.attrib[side]) for side in ("width", "height")]
+    for rect in bars:
+        x, y, wide, high = (float(rect.attrib[key]) for key in ("x", "y", "width", "height"))
+        assert wide > 0
+        assert 0 <= x < x + wide <= page[0]
+        assert 0 <= y < y + high <= page[1]
+
+
+def test_svg_places_are_times_and_hints_tell_what_was_waited_for(tmp_path: Path):
+    pictures.save(Toy(), tmp_path / "toy.svg")
+    root = ElementTree.fromstring((tmp_path / "toy.svg").read_text(encoding="utf-8"))
+    at = {rect.find(f"{SVG}title").text: float(rect.attrib["x"]) for rect in root.iter(f"{SVG}rect") if len(rect)}  # type: ignore[union-attr]
+    start = at["0F0: 0 to 2"]
+    unit = (at["0F1: 2 to 4"] - start) / 2
+    assert at["1F0: 3 to 4, waited 3 for 0F0 of rank 0"] - start == pytest.approx(3 * unit, abs=0.05)
+    ticks = {text.text: float(text.attrib["x"]) for text in root.iter(f"{SVG}text") if "text-anchor" in text.attrib}
+    assert at["0F1: 2 to 4"] == pytest.approx(ticks["2"], abs=0.6)
+
+
+def test_svg_escapes_names(tmp_path: Path):
+    toy = Toy()
+    toy.name = toy.unit = "<&>\x00\"'"
+    pictures.save(toy, tmp_path / "a.svg")
+    ElementTree.parse(tmp_path / "a.svg")
+
+
+# ---- png ------------------------------------------------------------------------------------------------------------
+def pixels(data: bytes) -> tuple[int, int, list[bytes]]:
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    at, packed, size = 8, b"", (0, 0)
+    while at < len(data):
+        (length,) = struct.unpack(">I", data[at : at + 4])
+        kind, body = data[at + 4 : at + 8], data[at + 8 : at + 8 + length]
+        assert zlib.crc32(kind + body) == struct.unpack(">I", data[at + 8 + length : at + 12 + length])[0]
+        if kind == b"IHDR":
+            size = struct.unpack(">II", body[:8])
+        packed += body if kind == b"IDAT" else b""
+        at += 12 + length
+    raw, line = zlib.decompress(packed), 3 * size[0] + 1
+    assert len(raw) == line * size[1]
+    return size[0], size[1], [raw[k * line + 1 : (k + 1) * line] for k in range(size[1])]
+
+
+def test_png_shows_what_the_layout_says(tmp_path: Path):
+    t = timeline("DualPipeV", costs="overlap=3")
+    pictures.save(t, tmp_path / "a.png")
+    wide, high, rows = pixels((tmp_path / "a.png").read_bytes())
+    page = _layout.page(_scene.scenes(t))
+    assert (wide, high) == (round(2 * page.width), round(2 * page.height))
+    rects = [s for s in page.shapes if isinstance(s, _layout.Rect) and s.hint]
+    assert len(rects) == sum(len(span.action.parts) for span in t)
+    for rect in rects:  # just inside its left top corner, where no letter stands
+        x, y = round(2 * rect.x) + 1, round(2 * rect.y) + 1
+        assert tuple(rows[y][3 * x : 3 * x + 3]) == _colours.rgb(rect.colour)
+    inks = {tuple(row[k : k + 3]) for row in rows for k in range(0, 3 * wide, 3)}
+    assert _colours.rgb(_colours.INK) in inks  # and there are letters
+
+
+def test_every_glyph_has_ink_and_the_unknown_one_a_box():
+    for char in _font.GLYPHS:
+        drawn = _font.glyph(char, 22.0)
+        assert (max((max(row) for row in drawn.rows), default=0) > 200) == (char != " "), char
+        assert drawn.advance == pytest.approx(_font.width(char, 22.0))
+    assert _font.glyph("\N{SNOWMAN}", 22.0).rows == _font.glyph("\N{HOURGLASS}", 22.0).rows
+    shapes = [_font.glyph(char, 30.0).rows for char in _font.GLYPHS]
+    assert len(set(shapes)) == len(shapes)
+
+
+def test_letters_beyond_the_page_are_cut():
+    page = _layout.Page(10, 10, [_layout.Text(-3, 12, "WWWW", 20, "#000000"), _layout.Rect(-5, -5, 50, 8, "#ff0000")])
+    wide, high, rows = pixels(_png.write(page, 1))
+    assert (wide, high) == (10, 10)
+    assert rows[0] == bytes((255, 0, 0)) * 10
+
+
+# ---- trace ----------------------------------------------------------------------------------------------------------
+def test_trace_tells_every_action_its_wait_and_memory(tmp_path: Path):
+    t = timeline("1F1B", costs="comm=0.5")
+    pictures.save(t, tmp_path / "a.json")
+    events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert [(e["tid"], e["name"], e["ts"], e["dur"]) for e in slices] == [
+        (span.rank, str(span.action), 1000 * span.start, pytest.approx(1000 * (span.end - span.start))) for span in t
+    ]
+    waits = [e for e in slices if e["args"]]
+    assert len(waits) == sum(t.waited_for(span.rank, span.position) is not None for span in t) > 0
+    starts, ends = ({e["id"] for e in events if e["ph"] == phase} for phase in "sf")
+    assert starts == ends
+    assert len(starts) == len(waits)
+    for arrow in (e for e in events if e["ph"] == "s"):  # each starts within a slice
+        assert any(e["tid"] == arrow["tid"] and e["ts"] < arrow["ts"] < e["ts"] + e["dur"] for e in slices)
+    counters = [e["args"]["held"] for e in events if e["ph"] == "C" and e["name"] == "rank 0 holds"]
+    assert max(counters) == t.peak[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_trace_can_be_loaded_and_drawn_again(name: str, tmp_path: Path):
+    given = [timeline(name, costs="comm=0.1,overlap=2.5"), timeline(name)]
+    pictures.save(given, tmp_path / "a.json")
+    loaded = pictures.load(tmp_path / "a.json")
+    assert pictures.is_timeline(tmp_path / "a.json")
+    for color in (False, True):
+        assert pictures.draw(loaded, width=90, color=color) == pictures.draw(given, width=90, color=color)
+    pictures.save(loaded, tmp_path / "b.html")
+    pictures.save(given, tmp_path / "c.html")
+    assert (tmp_path / "b.html").read_text() == (tmp_path / "c.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        "nonsense",
+        '{"otherData":{"fpipe":1,"timelines":[{}]},"traceEvents":[]}',
+        '{"otherData":{"fpipe":1,"timelines":[{"name":"","unit":"","span":1,"bubble":0,"ranks":1}]},"traceEvents":[{}]}',
+        '{"otherData":{"fpipe":1,"timelines":[{"name":"","unit":"","span":1,"bubble":0,"ranks":1}]},"traceEvents":'
+        '[{"ph":"X","pid":0,"tid":3,"ts":0,"dur":1,"name":"0F0","args":{}}]}',
+        '{"otherData":{"fpipe":1,"timelines":[{"name":"","unit":"","span":1,"bubble":0,"ranks":1}]},"traceEvents":'
+        '[{"ph":"X","pid":0,"tid":0,"ts":0,"dur":1,"name":"zero","args":{}}]}',
+        "\ud800".encode("utf-16", "surrogatepass"),
+    ],
+)
+def test_other_json_is_refused(text: str | bytes, tmp_path: Path):
+    file = tmp_path / "a.json"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(FpipeError, match=r"a\.json is not a timeline that fpipe wrote"):
+        pictures.load(file)
+
+
+# ---- html -----------------------------------------------------------------------------------------------------------
+def test_html_needs_nothing_else(tmp_path: Path):
+    toy = Toy()
+    toy.name = "</script><script>alert(1)</script>"
+    pictures.save(toy, tmp_path / "a.html", other=timeline())
+    text = (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert not re.search(r"https?:|src=|@import|url\(", text)
+    assert "default-src 'none'" in text
+    assert text.count("<script") == 2
+    assert "{{" not in text
+    data = json.loads(text.split('id="data">')[1].split("</script>")[0])
+    assert [scene["label"] for scene in data["scenes"]] == [toy.name, "ZBVZeroBubble"]
+    lane = data["scenes"][0]["lanes"][1]
+    assert (lane["names"], lane["start"], lane["end"]) == ("1F0,1F1;1B0", [3, 4], [4, 8])
+    assert lane["waits"] == [0, 0, 0, 3]
+
+
+def test_a_hundred_thousand_spans_make_a_page_of_two_megabytes(tmp_path: Path):
+    t = timeline("1F1B", 64, 512)
+    pictures.save(t, tmp_path / "a.html")
+    assert len(t) == 65536
+    assert (tmp_path / "a.html").stat().st_size < 2e6
+
+
+# ---- saving ---------------------------------------------------------------------------------------------------------
+def test_the_ending_says_what_is_written(tmp_path: Path):
+    t = timeline()
+    t.save(tmp_path / "a.SVG")
+    assert (tmp_path / "a.SVG").read_bytes().startswith(b"<svg")
+    t.save(tmp_path / "a.txt")
+    assert "\x1b" not in (tmp_path / "a.txt").read_text()
+    with pytest.raises(FpipeError, match=r"no picture is written as '\.gif'"):
+        t.save(tmp_path / "a.gif")
+    with pytest.raises(FpipeError, match="no timeline to draw"):
+        pictures.save([], tmp_path / "a.svg")
+
+
+def test_steps_keeps_peaks_and_drops_dips_without_length():
+    assert _scene._steps([(0, 1), (1, 0), (1, 1), (2, 3), (2, 1)]) == [(0, 1), (1, 1), (2, 3), (2, 1)]
+
+
+def test_a_bar_cut_by_the_edge_of_a_panel_has_its_name_in_the_larger_piece():
+    assert _terminal._piece(8, 13, 10) == (2, 5)
+    assert _terminal._piece(7, 12, 10) == (0, 3)
+    assert _terminal._piece(3, 6, 10) == (0, 3)

@@ -1,0 +1,188 @@
+"""What transforms over all stages promise beyond the table: norms with one value, steps left out by all, sums."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import optree
+import pytest
+import torch
+from test_transforms import STAGES, TIED, follow, gradients, model, same
+
+import split_world
+from fpipe import transforms as T
+from fpipe.errors import TransformError
+
+
+# ---- norms ----------------------------------------------------------------------------------------------------------
+def unlike() -> list[Any]:
+    """Gradients of very different size, with two dtypes, an empty leaf, and a leaf larger than one thread's share."""
+    tree = [[torch.randn(50) * 10.0 ** (stage - 3), torch.randn(3, 3).double()] for stage in range(STAGES)]
+    tree[2].append(torch.randn(100_003) * 1e-3)
+    tree[4] = [torch.zeros(0), torch.randn(7).bfloat16(), torch.randn(1030, 3).T]
+    return tree
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, math.inf])
+def test_exact_norm_has_one_value(p: float):
+    torch.manual_seed(1)
+    tree = unlike()
+    found = set()
+    for processes in (1, 2, 3, 4, 8):
+        for how in ("loop", "V"):
+            spread = split_world.owners(STAGES, processes, how=how)
+            threads = torch.get_num_threads()
+            try:
+                torch.set_num_threads(1 + processes % 2)
+                norms = split_world.run(
+                    spread, STAGES, lambda over: T.global_norm(over.place(tree), over=over, p=p, exact=True)
+                )
+            finally:
+                torch.set_num_threads(threads)
+            found |= {norm.item().hex() for norm in norms}
+    found.add(T.global_norm(tree, p=p, exact=True).item().hex())
+    assert len(found) == 1
+    flat = torch.cat([leaf.reshape(-1).double() for leaf in optree.tree_leaves(tree)])
+    assert float.fromhex(found.pop()) == pytest.approx(torch.linalg.vector_norm(flat, p).item(), rel=1e-6)
+
+
+def test_norm_counts_tied_once_wherever_the_copies_live():
+    tree = [
+        {"wte": torch.tensor([3.0])},
+        *[None] * (STAGES - 2),
+        {"w": torch.tensor([4.0]), "wte": torch.tensor([3.0])},
+    ]
+    for processes in (1, 2, 3):
+        spread = split_world.owners(STAGES, processes)
+        norm = lambda over: T.global_norm(over.place(tree), over=over).item()
+        assert set(split_world.run(spread, STAGES, norm, tied=TIED)) == {5.0}
+        assert split_world.run(spread, STAGES, norm) == [pytest.approx(34**0.5)] * processes
+    assert T.global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}, tied=[("x", "b")]).item() == 3.0
+
+
+def test_norm_counts_replicas_once():
+    """As in DualPipe: both processes hold all stages, with the same gradients."""
+    tree = gradients(1)[0]
+    one = T.global_norm(tree)
+    norms = split_world.run([range(STAGES), range(STAGES)], STAGES, lambda over: T.global_norm(tree, over=over))
+    assert all(torch.equal(norm, one) for norm in norms)
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+def test_norm_over_shards(p: float):
+    whole = torch.randn(10)
+    norms = split_world.run([[0], [0]], 1, lambda over: T.global_norm([whole.view(2, 5)[over.rank]], p=p, shards=over))
+    assert all(norm.item() == pytest.approx(torch.linalg.vector_norm(whole, p).item()) for norm in norms)
+
+
+def test_clip_tells_the_norm_and_keeps_small_gradients():
+    tx = T.clip_by_global_norm(10.0)
+    grads = [torch.tensor([3.0, 4.0])]
+    after, state = tx.update(grads, tx.init(grads))
+    assert state.norm.item() == 5.0
+    assert torch.equal(after[0], grads[0])
+
+
+def test_norm_needs_an_entry_per_stage():
+    def process(over: split_world.Pretend) -> None:
+        with pytest.raises(TransformError, match="3 entries for a pipeline of 8 stages"):
+            T.global_norm([torch.ones(1)] * 3, over=over)
+        with pytest.raises(TransformError, match="a dict for a pipeline of 8 stages"):
+            T.global_norm({}, over=over)
+
+    split_world.run([range(STAGES)], STAGES, process)
+
+
+# ---- steps that are left out ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_all_ranks_skip_together(bad: float):
+    params, grads = model(), gradients(4)
+    poisoned = [optree.tree_map(torch.clone, g) for g in grads]
+    poisoned[1][3]["b"][2] = bad
+    poisoned[2][0]["wte"][0, 0] = bad
+
+    def process(over: split_world.Pretend) -> Any:
+        tx = T.chain(T.skip_nonfinite(over=over), T.adamw(0.01))
+        return follow(tx, over.place(params), [over.place(g) for g in poisoned])
+
+    parts = split_world.run(split_world.owners(STAGES, 3), STAGES, process)
+    expected, _ = follow(T.adamw(0.01), params, [grads[0], grads[3]])
+    assert same(split_world.merge([after for after, _ in parts]), expected)
+    for _, (skips, adam) in parts:
+        assert (skips.skipped.item(), skips.in_a_row.item(), adam.step.item()) == (2, 0, 2)
+
+
+def test_large_numbers_are_finite():
+    assert T.all_finite([torch.full((3,), 1e300, dtype=torch.float64), torch.full((40_000,), 3e38)])
+    assert T.all_finite([torch.full((40_000,), 6e4, dtype=torch.float16), None])
+
+
+def test_loss_scale_does_as_torch_does():
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    tx = T.chain(T.dynamic_loss_scale(8.0, interval=2), T.sgd(0.5))
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([p], 0.5)
+    params, state = [torch.ones(2)], tx.init([torch.ones(2)])
+    for factor in (1.0, 2.0, 3.0, math.inf, 1.0, math.nan, 1.0, 2.0, 0.5):
+        optimizer.zero_grad()
+        scaler.scale((factor * p * p).sum()).backward()
+        assert p.grad is not None
+        updates, state = tx.update([p.grad.clone()], state, params)
+        params = T.apply_updates(params, updates)
+        scaler.step(optimizer)
+        scaler.update()
+        assert state[0].scale.item() == scaler.get_scale()
+        torch.testing.assert_close(params[0], p.detach())
+    assert state[0].skipped.item() == 2
+
+
+def test_accumulate_steps_at_every_kth_call_only():
+    tx = T.chain(T.accumulate(3), T.sgd(1.0, 0.9))
+    params = [torch.zeros(2)]
+    state = tx.init(params)
+    made = []
+    for value in range(6):
+        updates, state = tx.update([torch.full((2,), float(value))], state, params)
+        made.append(updates)
+    assert [updates is None for updates in made] == [True, True, False] * 2
+    assert made[2][0][0].item() == -1.0
+    assert made[5][0][0].item() == pytest.approx(-4.9)
+    assert state[1].step.item() == 2
+
+
+def test_apply_updates_without_updates():
+    params = [torch.ones(1), None]
+    assert T.apply_updates(params, None) is params
+    assert T.apply_updates(params, None, donate=True) is params
+
+
+# ---- several places, one gradient -----------------------------------------------------------------------------------
+def test_mean_over_replicas():
+    mine = lambda rank: [None, {"h": torch.full((2,), float(rank)).half(), "w": torch.full((2, 3), float(rank))}]
+    for dtype in (None, torch.float64):
+        found = split_world.run(
+            [[0]] * 4, 1, lambda over, dtype=dtype: T.mean_over(over, dtype=dtype).update(mine(over.rank), ())[0]
+        )
+        wanted = [None, {"h": torch.full((2,), 1.5).half(), "w": torch.full((2, 3), 1.5)}]
+        assert all(same(tree, wanted) for tree in found)
+
+
+def test_three_copies_are_summed_in_one_order():
+    tied = [("0.w", "2.w", "5.deep.0"), ("1", "4")]
+    leaf = lambda seed: torch.randn(33, generator=torch.Generator().manual_seed(seed))
+    params = [{"w": leaf(0)}, leaf(1), {"w": leaf(2)}, None, leaf(4), {"deep": [leaf(5)]}, None, None]
+    first, second = (leaf(0) + leaf(2)) + leaf(5), leaf(1) + leaf(4)
+    assert not torch.equal(first, leaf(0) + (leaf(2) + leaf(5)))  # else the order would not show
+    wanted = [{"w": first}, second, {"w": first}, None, second, {"deep": [first]}, None, None]
+
+    def process(over: split_world.Pretend) -> Any:
+        mine = over.place(params)
+        tx = T.sum_tied(over=over)
+        return tx.update(mine, tx.init(mine))[0]
+
+    for processes in (1, 2, 3, 4):
+        parts = split_world.run(split_world.owners(STAGES, processes), STAGES, process, tied=tied)
+        assert same(split_world.merge(parts), wanted)
+    tx = T.sum_tied(tied)
+    assert same(tx.update(params, tx.init(params))[0], wanted)

@@ -1,0 +1,150 @@
+"""Every example runs, with small settings; ``train.py`` prints the same to the last digit here and under torchrun."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import fpipe
+from fpipe.generators import unregister_schedule
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))  # as Python does for a script: some have a second file beside them
+
+#: second file -> the example that imports it, and is run in its place
+PARTS = {"moe_block": "moe", "rl_data": "rl_engine"}
+#: example -> the test file that runs it, where that is not this one
+ELSEWHERE = {"rl_engine": "test_trainers.py"}
+#: example -> steps enough to learn something
+SMALL = {"quickstart": 6, "module": 12, "contrastive": 6, "meta": 12}
+#: those that take arguments
+TOLD = ("moe", "zero")
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_loss_falls(name: str):
+    losses = load(name).main(steps=SMALL[name])
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_huggingface_loss_falls():
+    pytest.importorskip("transformers")
+    losses = load("huggingface").main(steps=4)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_loss_falls_in_one_process(name: str):
+    losses = load(name).main(["--steps", "8"])
+    assert losses[-1] < losses[0]
+
+
+def test_per_example_runs(capsys: pytest.CaptureFixture[str]):
+    load("per_example").main()
+    assert capsys.readouterr().out.strip()
+
+
+def test_custom_schedule_holds_what_it_says(tmp_path: Path):
+    timeline = load("custom_schedule").main(str(tmp_path / "capped.svg"))
+    assert timeline.peak == (3, 3, 2, 1)
+    assert (tmp_path / "capped.svg").read_text().startswith("<svg")
+    unregister_schedule("capped")
+
+
+def test_contrastive_gradient_is_that_of_the_whole_batch():
+    """One microbatch sees the same rows as eight."""
+    import torch
+
+    made = load("contrastive")
+    torch.manual_seed(1)
+    params = [{"in": torch.randn(4, 4), "out": torch.randn(4, 4)} for _ in range(2)]
+    x, found = torch.randn(8, 4), []
+    for parts in (1, 4):
+        encoder = fpipe.pipeline([made.layer] * 2, "1F1B", microbatches=parts, group=fpipe.local(2))
+        z, pullback = fpipe.vjp(encoder, params, x)
+        dz = torch.func.grad(made.info_nce)(z)
+        found.append(pullback(dz)[0])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_notebook_runs():
+    book = json.loads((EXAMPLES / "notebook.ipynb").read_text(encoding="utf-8"))
+    names: dict[str, object] = {}
+    for cell in book["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+            assert not cell["outputs"], "keep what was printed out of the repository"
+
+
+def _on_four() -> dict[str, list[float]]:
+    os.environ["TORCHELASTIC_RUN_ID"] = "examples"  # what torchrun sets besides
+    return {
+        "quickstart": load("quickstart").main(steps=2),
+        "moe": load("moe").main(["--steps", "2"]),
+        "sequential": load("moe").main(["--steps", "2", "--overlap", "sequential"]),
+        "zero": load("zero").main(["--steps", "2"]),
+        "whole": load("zero").main(["--steps", "2", "--zero", "0"]),
+    }
+
+
+@pytest.mark.timeout(240)
+def test_on_four_processes():
+    """A pipeline of four, and two copies of a pipeline of two with experts spread over them, or parameters."""
+    found = fpipe.launch(_on_four, ranks=4, timeout=200)
+    assert found[0]["quickstart"] == load("quickstart").main(steps=2)
+    alone = load("zero").main(["--steps", "2"])
+    for here in found:
+        assert here["quickstart"] == found[0]["quickstart"]
+        assert here["moe"] == here["sequential"]
+        assert here["zero"] == here["whole"] == pytest.approx(alone, rel=1e-5)
+
+
+def test_train_prints_the_same_to_the_last_digit_under_torchrun(capfd: pytest.CaptureFixture[str]):
+    losses = load("train").main(steps=3, width=16)
+    here = capfd.readouterr().out
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--rdzv-backend", "c10d",
+        "--rdzv-endpoint", "127.0.0.1:0", str(EXAMPLES / "train.py"), "--steps", "3", "--width", "16",
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=110, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == here
+    assert [float(line.split()[-1]) for line in here.splitlines()] == losses
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.name)
+def test_short_told_and_run(path: Path):
+    """Under a hundred lines, a docstring that says how it is run, and a test that does."""
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") < 100
+    main = PARTS.get(path.stem, path.stem)
+    assert f"examples/{main}.py" in text.split('"""')[1]
+    if main != path.stem:
+        assert f"from {path.stem} import" in (EXAMPLES / f"{main}.py").read_text(encoding="utf-8")
+    tests = (Path(__file__).parent / ELSEWHERE.get(main, "test_examples.py")).read_text(encoding="utf-8")
+    assert main in (*SMALL, *TOLD) or f'load("{main}").main' in tests or f"from {main} import" in tests
+
+
+def test_notebook_is_short():
+    """As many lines of code as any example has."""
+    book = json.loads((EXAMPLES / "notebook.ipynb").read_text(encoding="utf-8"))
+    assert sum(len(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code") < 100

@@ -1,0 +1,70 @@
+"""What is kept as files and made by the code: orders, drawings, tables, a plan. ``make golden`` writes them anew.
+
+A change of any of them is then seen in the change that made it. What others have published stands in ``data`` and is
+never rewritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import fpipe
+from fpipe import generators
+from fpipe.command.cli import main
+from fpipe.schedules import pictures
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = Path(__file__).parents[1] / "golden"
+
+Golden = Callable[..., None]
+
+
+def test_orders(golden: Golden):
+    """Every schedule of the package, 4 ranks and 8 microbatches."""
+    made = (fpipe.make_schedule(entry.name, 4, 8) for entry in generators._TABLE)
+    golden(FILES / "orders.txt", "\n".join(f"{schedule.name}\n{schedule}\n" for schedule in made))
+
+
+def test_drawings(golden: Golden):
+    """A terminal's drawings, of one stage a rank, of two, and of fused actions."""
+    timelines = [fpipe.make_schedule(name, 4, 8).simulate() for name in ("1F1B", "ZBV", "DualPipeV")]
+    golden(FILES / "drawings.txt", "\n".join(pictures.draw(t, width=120, color=False) for t in timelines))
+
+
+def test_front_page(golden: Golden, tmp_path: Path):
+    """The picture of README.md, by the command that it names."""
+    made = tmp_path / "three.svg"
+    assert main(["draw", "1F1B", "ZBV", "DualPipeV", "--ranks", "4", "--microbatches", "8", "--out", str(made)]) == 0
+    golden(ROOT / "docs" / "pictures" / "three.svg", made.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "words", [("names",), ("compare", "--ranks", "4", "--microbatches", "8")], ids=lambda words: words[0]
+)
+def test_told(golden: Golden, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
+    """What commands print."""
+    assert main(words) == 0
+    golden(FILES / f"{words[0]}.txt", capsys.readouterr().out)
+
+
+def test_plan(golden: Golden):
+    """What two ranks run, with every byte."""
+    layer = lambda p, x: x + torch.tanh(x @ p)
+    squared = lambda y, t: (y - t).square().mean()
+    pipe = fpipe.pipeline([layer] * 4, "ZBV", loss=squared, microbatches=2, group=fpipe.local(2))
+    golden(FILES / "plan.txt", f"{pipe.plan([torch.eye(4)] * 4, torch.ones(4, 4), torch.zeros(4, 4))}\n")
+
+
+def test_a_change_is_caught_and_the_flag_writes_it(golden: Golden, tmp_path: Path):
+    path = tmp_path / "new" / "file.txt"
+    golden(path, "one\ntwo\n", update=True)
+    golden(path, "one\ntwo\n", update=False)
+    with pytest.raises(pytest.fail.Exception, match=r"(?s)file\.txt is not.*make golden.*\+three"):
+        golden(path, "one\nthree\n", update=False)
+    assert path.read_text() == "one\ntwo\n"
+    golden(path, "one\nthree\n", update=True)
+    golden(path, "one\nthree\n", update=False)
