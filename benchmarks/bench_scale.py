@@ -24,12 +24,12 @@ from benchmarks.bench_torch import make, stage
 from benchmarks.command import options, save
 from benchmarks.stages import square
 from fpipe.plans.lowering import lower
-from fpipe.plans.plan import Job, Kinds
-from fpipe.plans.value_graph import Face, Wires
+from fpipe.plans.plan import LoweringInput, ProgramSet
+from fpipe.plans.value_graph import Interface, ValueGraph
 from fpipe.programs.losses import loss_stage
 from fpipe.programs.stage_programs import Programs
 from fpipe.programs.tracing import Signature, programs_of
-from fpipe.running.prepare import Group1
+from fpipe.running.prepare import AbstractTree
 from fpipe.schedule import Schedule
 from fpipe.stage import Stage, as_stage
 
@@ -37,9 +37,9 @@ RANKS, MICROBATCHES = 256, 2048
 WIDTH, TOKENS, BLOCKS = 16, 4, 2
 
 
-def programs(fn: Stage, params: Any, x: Group1) -> Programs:
+def programs(fn: Stage, params: Any, x: AbstractTree) -> Programs:
     """The programs of a function."""
-    groups = (Group1.of(params, True), x, Group1.of({}), Group1.of(None))
+    groups = (AbstractTree.of(params, True), x, AbstractTree.of({}), AbstractTree.of(None))
     return programs_of(fn, Signature(tuple(g.spec for g in groups), tuple(g.leaves for g in groups)))
 
 
@@ -49,19 +49,19 @@ class Model:
     def __init__(self) -> None:
         (params,) = make(1, WIDTH, BLOCKS)
         x = torch.randn(TOKENS, WIDTH)
-        self.x, made = Group1.of(x), Group1.of(x, True)
+        self.x, made = AbstractTree.of(x), AbstractTree.of(x, True)
         self.first = programs(as_stage(stage), params, self.x)
         self.other = programs(as_stage(stage), params, made)
-        both = Group1(optree.treespec_tuple([made.spec, made.spec]), (*made.leaves, *self.x.leaves))
+        both = AbstractTree(optree.treespec_tuple([made.spec, made.spec]), (*made.leaves, *self.x.leaves))
         self.loss = programs(loss_stage(square, False), {}, both)
 
-    def job(self, schedule: Schedule, rank: int) -> Job:
+    def job(self, schedule: Schedule, rank: int) -> LoweringInput:
         """What a rank of many processes is to lower."""
-        sink = Face.of(self.loss)
-        faces = (Face.of(self.first), *[Face.of(self.other)] * (schedule.stages - 1))
-        wires = Wires(faces, sink.dxs, sink.takes_x, self.x.leaves)
+        sink = Interface.of(self.loss)
+        faces = (Interface.of(self.first), *[Interface.of(self.other)] * (schedule.stages - 1))
+        wires = ValueGraph(faces, sink.dxs, sink.takes_x, self.x.leaves)
         held = {s: self.other if s else self.first for s in schedule.placement.stages_of(rank)}
-        return Job(schedule, (Kinds(wires, held, self.loss),), (0,) * schedule.microbatches, wired=True)
+        return LoweringInput(schedule, (ProgramSet(wires, held, self.loss),), (0,) * schedule.microbatches, wired=True)
 
 
 def measure(model: Model, name: str, rounds: int) -> dict[str, Any]:

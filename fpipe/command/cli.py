@@ -26,17 +26,11 @@ from ..schedule import Schedule
 from ..schedules import pictures
 from ..schedules.simulation import Costs
 
-#: name -> (module:command, the line that `fpipe --help` shows): commands of other modules, loaded when they are run
+#: name -> (module:command, the line that `fpipe --help` shows): loaded when they are run
 ELSEWHERE: dict[str, tuple[str, str]] = {
-    "train": (
-        "fpipe.command.training.command:train",
-        "Train a small GPT through processes here, and see the promise kept.",
-    ),
-    "profile": (
-        "fpipe.command.profile:profile",
-        "What the stages and messages of a pipeline cost here, as a file of costs.",
-    ),
-    "doctor": ("fpipe.command.doctor:command", "What this machine's backend gets wrong, and what is done about it."),
+    "train": ("fpipe.command.training.command:train", "Train a small GPT through processes, and check its gradients."),
+    "profile": ("fpipe.command.profile:profile", "Measure what stages and messages cost, as a file of costs."),
+    "doctor": ("fpipe.command.doctor:command", "Probe this machine's backend, and show what is done about its faults."),
 }
 
 MOST = 1_000_000  # ranks x microbatches

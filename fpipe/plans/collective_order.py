@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 from ..collectives._store import tell_members, time_members
 from ..errors import MismatchError
 from .lowering import lower
-from .plan import Job, Plan
+from .plan import LoweringInput, Plan
 from .weaving.estimates import LINKS, Link, pace
 from .weaving.segments import collectives_of
 
@@ -42,7 +42,7 @@ class Starts(NamedTuple):
         return self.planned != self.plain
 
 
-def lower_together(jobs: Mapping[int, Job], tell: Tell = tell_members) -> dict[int, Plan]:
+def lower_together(jobs: Mapping[int, LoweringInput], tell: Tell = tell_members) -> dict[int, Plan]:
     """The plans of the ranks that live here, with one order of collectives on every communicator.
 
     ``tell(name, obj)`` gives what every member of a communicator said, or None where nobody else is asked.
@@ -77,7 +77,7 @@ def lower_together(jobs: Mapping[int, Job], tell: Tell = tell_members) -> dict[i
     return plans
 
 
-def _measure_links(jobs: Mapping[int, Job]) -> None:
+def _measure_links(jobs: Mapping[int, LoweringInput]) -> None:
     """Have the members of each communicator measure it, once, where something is woven around it."""
     sizes: dict[str, int] = {}
     devices: dict[str, str] = {}
@@ -100,7 +100,7 @@ def _measure_links(jobs: Mapping[int, Job]) -> None:
         LINKS[name] = Link(int(small * 1e9), (large - _LEAST) / max(1.0, (long - small) * 1e9), paced)
 
 
-def starts_of(plans: Mapping[int, Plan], jobs: Mapping[int, Job]) -> dict[str, list[Starts]]:
+def starts_of(plans: Mapping[int, Plan], jobs: Mapping[int, LoweringInput]) -> dict[str, list[Starts]]:
     """What the ranks that live here start, by communicator, in their order."""
     found: dict[str, list[Starts]] = {}
     memo: dict[int, Any] = {}

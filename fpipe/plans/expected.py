@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from ..programs.program import Program
 from ..schedules.actions import AnyAction
 from ..schedules.simulation import Beside, Costs
-from .plan import Job, Plan
+from .plan import LoweringInput, Plan
 from .weaving.estimates import nanoseconds
 from .weaving.segments import collectives_of
 
 
-def expected(jobs: Mapping[int, Job], plans: Mapping[int, Plan]) -> Costs:
+def expected(jobs: Mapping[int, LoweringInput], plans: Mapping[int, Plan]) -> Costs:
     """Costs for ``schedule.simulate``: one number a stage, and a function for what is woven."""
     stages = next(iter(jobs.values())).stages
     times: dict[str, dict[int, float]] = {op: {} for op in "FBIW"}

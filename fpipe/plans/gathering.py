@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from ..programs.stage_programs import Programs
 from ..schedules.actions import Action
-from .plan import Job, Step, grad_key, reduced_key, whole_key
+from .plan import LoweringInput, Step, grad_key, reduced_key, whole_key
 from .sharding import Share
 from .value_graph import Key
 
@@ -19,7 +19,7 @@ from .value_graph import Key
 class Zero:
     """Emits the steps of one rank into ``out``; does nothing where there are no copies."""
 
-    def __init__(self, job: Job, rank: int, out: list[Step], added: set[Key]):
+    def __init__(self, job: LoweringInput, rank: int, out: list[Step], added: set[Key]):
         self.job, self.out, self.added = job, out, added
         self.row = job.schedule[rank]
         self.copies = job.copies
@@ -163,7 +163,7 @@ class Zero:
                 self.given.update(grad_key(step.share.stage, leaf) for leaf in step.share.leaves)
 
 
-def _shared(job: Job) -> set[int]:
+def _shared(job: LoweringInput) -> set[int]:
     """Stages whose gradients are summed over ranks or stages before they are whole."""
     placement = job.schedule.placement
     tied = {stage for group in job.tied for stage, _ in group}

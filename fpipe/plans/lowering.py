@@ -20,13 +20,13 @@ from ..schedules.actions import Action, Fused, plain
 from ..tree import Aval
 from .gathering import Zero
 from .messages import Traffic
-from .plan import Job, Kinds, Plan, Step, grad_key
+from .plan import LoweringInput, Plan, ProgramSet, Step, grad_key
 from .slots import assign
 from .value_graph import Key
 from .weaving.fused import Fusing
 
 
-def lower(job: Job, rank: int) -> Plan:
+def lower(job: LoweringInput, rank: int) -> Plan:
     """The plan of one rank."""
     low = Lowering(job, rank)
     plan = assign(job, rank, *low.steps())
@@ -44,7 +44,7 @@ class _Reads(NamedTuple):
 class Lowering:
     """One rank's plan while it is made."""
 
-    def __init__(self, job: Job, rank: int):
+    def __init__(self, job: LoweringInput, rank: int):
         self.job, self.rank = job, rank
         self.placement = job.schedule.placement
         self.here: set[Key] = set()
@@ -59,7 +59,7 @@ class Lowering:
         self.fusing = Fusing(self, job.overlap)
         self.zero = Zero(job, rank, self.out, self.added)
 
-    def kind(self, mb: int) -> Kinds:
+    def kind(self, mb: int) -> ProgramSet:
         """The kind of a microbatch."""
         return self.job.kinds[self.job.kind_of[mb]]
 
@@ -79,8 +79,8 @@ class Lowering:
             return grad_key(stage, index)
         if letter == "t":
             return self.state.setdefault(stage, [(stage, -1, f"t{i}") for i in range(programs.counts[3])])[index]
-        wires = self.kind(mb).wires
-        if letter == "x" and (stage < self.job.stages or index < len(wires.faces[-1].ys)):
+        wires = self.kind(mb).graph
+        if letter == "x" and (stage < self.job.stages or index < len(wires.interfaces[-1].ys)):
             return wires.forward(stage - 1, index, mb)
         if letter == "dy" and stage < self.job.stages:
             found = wires.cotangent(stage, index, mb)
@@ -160,12 +160,12 @@ class Lowering:
         if op in "BW":
             self._add(action, own, op)
 
-    def _outputs(self, kinds: Kinds, mb: int) -> tuple[Key, ...]:
-        made = enumerate(kinds.wires.faces[-1].ys)
-        return tuple([kinds.wires.forward(self.job.stages - 1, j, mb) for j, y in made if y is not None])
+    def _outputs(self, kinds: ProgramSet, mb: int) -> tuple[Key, ...]:
+        made = enumerate(kinds.graph.interfaces[-1].ys)
+        return tuple([kinds.graph.forward(self.job.stages - 1, j, mb) for j, y in made if y is not None])
 
-    def _input_gradients(self, own: Programs, kinds: Kinds, mb: int) -> list[Key]:
-        found = (kinds.wires.cotangent(-1, i, mb) for i in range(own.counts[1]))
+    def _input_gradients(self, own: Programs, kinds: ProgramSet, mb: int) -> list[Key]:
+        found = (kinds.graph.cotangent(-1, i, mb) for i in range(own.counts[1]))
         return [key for key in found if key is not None]
 
     def have(self, action: Action, own: Programs, program: Program, stage: int) -> tuple[Key, ...]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from ..collectives.group import Spec
 from ..schedules.actions import RULE, Action, plain
 from ..schedules.simulation import Costs, simulate_rows
-from .plan import Job, Kinds, Step, spec_of
+from .plan import LoweringInput, ProgramSet, Step, spec_of
 from .value_graph import Key, Out
 
 #: op -> the facts that it makes and others may wait for.
@@ -42,7 +42,7 @@ class Channel:
 class Traffic:
     """Emits RECV, WAIT, SEND and SETTLE steps into ``out``, and knows in ``here`` which values the rank has."""
 
-    def __init__(self, job: Job, rank: int, out: list[Step], here: set[Key]):
+    def __init__(self, job: LoweringInput, rank: int, out: list[Step], here: set[Key]):
         self.job, self.rank, self.out, self.here = job, rank, out, here
         self.placement = job.schedule.placement
         self.coming: dict[Key, tuple[Channel, int]] = {}
@@ -58,7 +58,7 @@ class Traffic:
             self._follow()
 
     # ---- who sends what to whom ---------------------------------------------------------------------------------
-    def kind(self, mb: int) -> Kinds:
+    def kind(self, mb: int) -> ProgramSet:
         """The kind of a microbatch."""
         return self.job.kinds[self.job.kind_of[mb]]
 
@@ -71,7 +71,7 @@ class Traffic:
             by_rank: dict[int, list[Out]] = {}
             last = len(path) - 1
             home = path[min(stage, last)]
-            for out in self.kind(mb).wires.users(stage, fact):
+            for out in self.kind(mb).graph.users(stage, fact):
                 for rank in dict.fromkeys(path[min(max(s, 0), last)] for s in out.readers):
                     if rank != home:
                         by_rank.setdefault(rank, []).append(out)
@@ -235,7 +235,7 @@ class Traffic:
             self.out.append(Step("SETTLE", peer=peer, number=count))
 
 
-def _places(job: Job, rank: int) -> Iterator[tuple[Action, int, int]]:
+def _places(job: LoweringInput, rank: int) -> Iterator[tuple[Action, int, int]]:
     """The actions of a row, each with the place from which on it may have made its message, and the one by which it
     has surely read what it needs: its own, or the first and the last of what it is woven with."""
     place = 0

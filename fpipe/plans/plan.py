@@ -20,7 +20,7 @@ from ..schedule import Schedule
 from ..schedules.actions import Action, Row
 from ..tree import Aval
 from .sharding import Copies, Layout, Share
-from .value_graph import Key, Wires
+from .value_graph import Key, ValueGraph
 from .weaving.weave import Overlap, Weave
 
 Kind: TypeAlias = Literal["F", "B", "I", "W", "RECV", "WAIT", "SEND", "ADD", "ZERO", "SUM", "SETTLE",
@@ -76,16 +76,16 @@ class Instruction:
 
 
 @dataclass(frozen=True)
-class Kinds:
+class ProgramSet:
     """The programs of one kind of microbatch: those of the stages that live on a rank, the loss's, and the wires."""
 
-    wires: Wires
+    graph: ValueGraph
     programs: Mapping[int, Programs]
     loss: Programs | None = None
 
 
 @dataclass(frozen=True)
-class Job:
+class LoweringInput:
     """What is to be lowered: a schedule with programs for it.
 
     ``kinds[kind_of[m]]`` describes microbatch ``m``. ``training`` asks for gradients; without it the schedule holds
@@ -94,7 +94,7 @@ class Job:
     """
 
     schedule: Schedule
-    kinds: tuple[Kinds, ...]
+    kinds: tuple[ProgramSet, ...]
     kind_of: tuple[int, ...]
     training: bool = True
     tied: tuple[tuple[tuple[int, int], ...], ...] = ()
@@ -182,5 +182,17 @@ def spec_of(aval: Aval) -> Spec:
     return Spec(aval.shape, arriving(aval.shape, aval.stride), aval.dtype)
 
 
-__all__ = ["Aval", "Instruction", "Job", "Kinds", "Plan", "Sequence", "Share", "Step", "grad_key", "reduced_key",
-           "spec_of", "whole_key"]  # fmt: skip
+__all__ = [
+    "Aval",
+    "Instruction",
+    "LoweringInput",
+    "Plan",
+    "ProgramSet",
+    "Sequence",
+    "Share",
+    "Step",
+    "grad_key",
+    "reduced_key",
+    "spec_of",
+    "whole_key",
+]  # fmt: skip

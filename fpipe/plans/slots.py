@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 from ..tree import Aval
 from .memory import Ledger
-from .plan import Instruction, Job, Plan, Step, spec_of
+from .plan import Instruction, LoweringInput, Plan, Step, spec_of
 from .value_graph import Key
 
 
-def assign(job: Job, rank: int, steps: Sequence[Step], split: int, wanted: Sequence[Key]) -> Plan:
+def assign(job: LoweringInput, rank: int, steps: Sequence[Step], split: int, wanted: Sequence[Key]) -> Plan:
     """Give out slots and count bytes."""
     feeds = _feeds(steps, wanted)
     uses = _uses(steps, wanted, feeds)

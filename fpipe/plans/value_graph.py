@@ -1,6 +1,6 @@
 """Where values come from and where they go: the graph that stages make of each other's outputs.
 
-A ``Face`` is what the other ranks must know of a stage: its outputs and input gradients, and which of them are only
+An ``Interface`` is what other ranks must know of a stage: its outputs and input gradients, and which of them are only
 passed on. A leaf that a stage passes on unchanged is not relayed: it goes from the rank that made it to those that use
 it, and its gradient goes from user to user. This module knows names and ranks, and no program, tensor or action order.
 
@@ -21,7 +21,7 @@ Key: TypeAlias = tuple[int, int, str]
 
 
 @dataclass(frozen=True)
-class Face:
+class Interface:
     """A stage as others see it.
 
     ``ys[j]`` is ``(name, aval)`` of an output the stage makes, the index of the input it passes on, or ``None`` for a
@@ -41,7 +41,7 @@ class Face:
     state: tuple[Spec | None, tuple[Aval, ...]] = (None, ())
 
     @classmethod
-    def of(cls, programs: Programs, leaves: tuple[str, ...] = ()) -> Face:
+    def of(cls, programs: Programs, leaves: tuple[str, ...] = ()) -> Interface:
         """The face of programs; ``leaves`` are the paths of the stage's parameters."""
         inputs = {name for program in (programs.f, programs.b, programs.i, programs.w) for name in program.inputs}
         inputs |= {name for name in programs.dps if name is not None}
@@ -72,10 +72,10 @@ class Out(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Wires:
+class ValueGraph:
     """The value graph of one kind of microbatch: one face per stage, and how many leaves enter and leave."""
 
-    faces: tuple[Face, ...]
+    interfaces: tuple[Interface, ...]
     sink_dxs: tuple[tuple[str, Aval] | int | None, ...]  # cotangents of the last outputs, as the sink names them
     sink_takes: tuple[bool, ...]
     batch: tuple[Aval | None, ...]  # of the leaves of x
@@ -84,13 +84,13 @@ class Wires:
     @property
     def stages(self) -> int:
         """How many there are."""
-        return len(self.faces)
+        return len(self.interfaces)
 
     # ---- keys ---------------------------------------------------------------------------------------------------
     def forward(self, stage: int, leaf: int, mb: int) -> Key:
         """Who made output ``leaf`` of ``stage`` (stage -1: the batch)."""
         while stage >= 0:
-            source = self.faces[stage].ys[leaf]
+            source = self.interfaces[stage].ys[leaf]
             if not isinstance(source, int):
                 assert source is not None, "a leaf that is no tensor has no key"
                 return (stage, mb, source[0])
@@ -103,7 +103,7 @@ class Wires:
         Where the loss passes on what it was given, that is the loss's own cotangent, which every rank is fed.
         """
         while stage < self.stages:
-            above = self.sink_dxs if stage == self.stages - 1 else self.faces[stage + 1].dxs
+            above = self.sink_dxs if stage == self.stages - 1 else self.interfaces[stage + 1].dxs
             source = above[leaf] if leaf < len(above) else None
             if not isinstance(source, int):
                 return None if source is None else (stage + 1, mb, source[0])
@@ -132,7 +132,7 @@ class Wires:
                 readers = tuple(s for s in self._readers(-1, i) if s != 0)
                 if aval is not None and readers:
                     yield Out(-1, f"x{i}", aval, readers)
-        for j, made in enumerate(self.faces[stage].ys):
+        for j, made in enumerate(self.interfaces[stage].ys):
             if isinstance(made, tuple):
                 yield Out(stage, *made, tuple(self._readers(stage, j)))
 
@@ -142,7 +142,7 @@ class Wires:
             if leaf >= len(self.sink_takes) or self.sink_takes[leaf]:
                 yield above
             return
-        face = self.faces[above]
+        face = self.interfaces[above]
         if face.takes_x[leaf]:
             yield above
         for k, source in enumerate(face.ys):
@@ -150,7 +150,7 @@ class Wires:
                 yield from self._readers(above, k)
 
     def _backward(self, stage: int) -> Iterator[Out]:
-        dxs = self.sink_dxs if stage == self.stages else self.faces[stage].dxs
+        dxs = self.sink_dxs if stage == self.stages else self.interfaces[stage].dxs
         for i, made in enumerate(dxs):
             if isinstance(made, tuple):
                 yield Out(stage, *made, tuple(self._takers(stage - 1, i)))
@@ -159,7 +159,7 @@ class Wires:
         if stage < 0:
             yield -1
             return
-        face = self.faces[stage]
+        face = self.interfaces[stage]
         if leaf < len(face.takes_dy) and face.takes_dy[leaf]:
             yield stage
         for i, source in enumerate(face.dxs):

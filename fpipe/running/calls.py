@@ -21,10 +21,10 @@ from ..programs.autocast import ambient, without_autocast
 from ..tree import matches
 from .debugging import check, check_leaks, debugging
 from .feed import Feeder, Values, check_devices, weights
-from .loop import Bound, drive, execute, registers
+from .loop import Executable, drive, execute, registers
 from .microbatches import Microbatches, Parts, count, merge, split
-from .prepare import Group1, Request, Resolved, resolve
-from .results import Collected, collect, output_tree
+from .prepare import AbstractTree, Request, Resolved, resolve
+from .results import Results, collect, output_tree
 from .scalars import added
 
 if TYPE_CHECKING:
@@ -137,15 +137,15 @@ class Call:
     def request(self) -> Request:
         """This call's signature, in full."""
         pipe, training = self.pipe, self.mode != "forward"
-        params: list[Group1 | None] = [None] * pipe.stages
+        params: list[AbstractTree | None] = [None] * pipe.stages
         layouts: dict[int, Layout] = {}
-        states: list[Group1 | None] = [None] * pipe.stages
+        states: list[AbstractTree | None] = [None] * pipe.stages
         for stage, (leaves, spec) in self.leaves.items():
             if pipe.shares is not None:
                 leaves, layouts[stage] = pipe.shares.seen(stage, self.params[stage], leaves, pipe.frozen)
-            params[stage] = Group1.flat(spec, leaves, self._differentiated(stage, len(leaves)))
+            params[stage] = AbstractTree.flat(spec, leaves, self._differentiated(stage, len(leaves)))
         for stage, (leaves, spec) in self.state_leaves.items():
-            states[stage] = Group1.flat(spec, leaves)
+            states[stage] = AbstractTree.flat(spec, leaves)
         kinds: dict[Any, int] = {}
         dx = training and 1 in self.wanted
         uniform = all(part.uniform for part in (self.x, *self.targets, *self.sides.values()))
@@ -157,10 +157,10 @@ class Call:
             self.mode, dx, layouts, self.each is not None,
         )  # fmt: skip
 
-    def _kind(self, m: int, dx: bool) -> tuple[Group1, tuple[Group1, ...], tuple[Group1, ...]]:
-        x = Group1.flat(self.x.specs[m], self.x.rows[m], dx)
-        targets = tuple(Group1.flat(t.specs[m], t.rows[m]) for t in self.targets)
-        return x, targets, tuple(Group1.of(self._sides(stage, m)) for stage in (*range(self.pipe.stages), -1))
+    def _kind(self, m: int, dx: bool) -> tuple[AbstractTree, tuple[AbstractTree, ...], tuple[AbstractTree, ...]]:
+        x = AbstractTree.flat(self.x.specs[m], self.x.rows[m], dx)
+        targets = tuple(AbstractTree.flat(t.specs[m], t.rows[m]) for t in self.targets)
+        return x, targets, tuple(AbstractTree.of(self._sides(stage, m)) for stage in (*range(self.pipe.stages), -1))
 
     def _differentiated(self, stage: int, count: int) -> list[bool]:
         if self.mode == "forward" or 0 not in self.wanted:
@@ -202,7 +202,7 @@ class Call:
         return resolved, values
 
     def _run(self, resolved: Resolved, feed: Callable[[Feeder, Any], None], regs: dict[int, Any],
-             phase: int | None = None, bounds: Mapping[int, Bound] | None = None) -> None:  # fmt: skip
+             phase: int | None = None, bounds: Mapping[int, Executable] | None = None) -> None:  # fmt: skip
         """Feed and drive the ranks that live here, wholly or in one of two phases."""
         feeders = self.pipe.feeders(resolved)
         bounds = resolved.bound if bounds is None else bounds
@@ -235,7 +235,7 @@ class Call:
             for r in regs.values():
                 r[-2].pop("tell", None)  # it holds the registers
 
-    def _all(self) -> Collected:
+    def _all(self) -> Results:
         resolved, values = self._prepared()
         regs: dict[int, Any] = {}
         made = collect(self.pipe, resolved, regs, values)
@@ -271,7 +271,7 @@ class Call:
         y = self._joined(made.outputs()) if self.each is None else self._all_told()
         return (y, made.states()) if self.state is not None else y
 
-    def _value(self, made: Collected) -> Any:
+    def _value(self, made: Results) -> Any:
         loss = made.loss()  # first: it may have been told long ago, and what one rank tells all comes in order
         extras = [made.aux()] if self.has_aux else []
         extras += [made.states()] if self.state is not None else []
@@ -319,7 +319,7 @@ class Call:
         parts = split(dy, self.number, "dy") if self.whole or isinstance(dy, Microbatches) else list(dy)
         out = []
         for m, part in enumerate(parts):
-            face = resolved.faces[resolved.request.kind_of[m]][-1]
+            face = resolved.interfaces[resolved.request.kind_of[m]][-1]
             leaves = tree.leaves(part)
             tensors = [j for j, a in enumerate(face.y_avals) if a is not None]
             if len(leaves) == len(tensors) != len(face.y_avals):

@@ -196,7 +196,7 @@ class Feeder:
 def _target(resolved: Resolved, mb: int, index: int) -> tuple[int, int]:
     """Which target a leaf of the loss's input is, for a microbatch, and its place in that target."""
     kind = resolved.request.kind_of[mb]
-    index -= len(resolved.faces[kind][-1].ys)
+    index -= len(resolved.interfaces[kind][-1].ys)
     for which, target in enumerate(resolved.request.kinds[kind][1]):
         if index < len(target.leaves):
             return which, index

@@ -28,7 +28,7 @@ Check: TypeAlias = Callable[[Instruction, Sequence[Any], Sequence[Any], torch.Te
 
 
 @dataclass(frozen=True)
-class Bound:
+class Executable:
     """A plan whose instructions are ready to be called, on one rank of one group."""
 
     plan: Plan
@@ -47,16 +47,18 @@ class Options:
 
 
 #: A profiler: given a bound plan, steps of it and the first one's number, it returns steps that tell when they ran.
-WATCH: ContextVar[Callable[[Bound, Sequence[StepFn], int], Sequence[StepFn]] | None] = ContextVar("WATCH", default=None)
+WATCH: ContextVar[Callable[[Executable, Sequence[StepFn], int], Sequence[StepFn]] | None] = ContextVar(
+    "WATCH", default=None
+)
 
 
-def bind(plan: Plan, group: Group, options: Options) -> Bound:
+def bind(plan: Plan, group: Group, options: Options) -> Executable:
     """Make every instruction callable."""
     steps = tuple(_bind(ins, plan.rank, group, options) for ins in plan.instructions)
-    return Bound(plan, steps, group)
+    return Executable(plan, steps, group)
 
 
-def execute(bound: Bound, r: Registers, start: int = 0, stop: int | None = None) -> Generator[Work, None, None]:
+def execute(bound: Executable, r: Registers, start: int = 0, stop: int | None = None) -> Generator[Work, None, None]:
     """Run the steps; yields a receive that is not done yet."""
     index = start
     steps: Sequence[StepFn] = bound.steps if start == 0 and stop is None else bound.steps[start:stop]

@@ -33,7 +33,7 @@ from .feed import Feeder, Weighted, weighted
 from .handshake import agree
 from .loop import Check
 from .microbatches import Microbatches
-from .prepare import Recipe, Resolved
+from .prepare import Config, Resolved
 
 Outputs = Literal["zeros", "everywhere", "last"]
 Reduction = Any  # "mean", "sum" or a Weighted
@@ -110,9 +110,9 @@ class Pipeline:
         """The rank that holds the last stage (its first home, where it has several)."""
         return self.placement.rank_of(self.stages - 1)
 
-    def recipe(self, has_aux: bool, check: Check | None = None) -> Recipe:
+    def recipe(self, has_aux: bool, check: Check | None = None) -> Config:
         """What the cold path needs."""
-        return Recipe(self.functions, self.loss, has_aux, self.group, self.tied, self.accumulate, self.frozen, check,
+        return Config(self.functions, self.loss, has_aux, self.group, self.tied, self.accumulate, self.frozen, check,
                       self.overlap, self.copies, str(self.reduction), self.seed)  # fmt: skip
 
     def meet(self) -> None:

@@ -18,9 +18,9 @@ from .._version import __version__
 from ..collectives.group import Group, Spec, contiguous
 from ..errors import MismatchError, StageError
 from ..plans.collective_order import lower_together
-from ..plans.plan import Job, Kinds, Plan
+from ..plans.plan import LoweringInput, Plan, ProgramSet
 from ..plans.sharding import Copies, Layout
-from ..plans.value_graph import Face, Wires
+from ..plans.value_graph import Interface, ValueGraph
 from ..plans.weaving.weave import Overlap
 from ..programs.losses import check_scalar, loss_stage
 from ..programs.stage_programs import Programs
@@ -29,27 +29,27 @@ from ..schedule import Schedule
 from ..stage import Stage
 from ..tree import Aval
 from .handshake import agree, tag_of, together
-from .loop import Bound, Check, Options, bind
+from .loop import Check, Executable, Options, bind
 
 Leaf = Any  # an Aval, or (type, value)
 _NOTHING = tree.flatten(None)[1]
 
 
 @dataclass(frozen=True)
-class Group1:
+class AbstractTree:
     """Leaves of one pytree with its structure."""
 
     spec: tree.Spec
     leaves: tuple[Leaf, ...]
 
     @classmethod
-    def of(cls, value: Any, grads: Sequence[bool] | bool = False) -> Group1:
+    def of(cls, value: Any, grads: Sequence[bool] | bool = False) -> AbstractTree:
         """Abstract a pytree; ``grads`` marks the leaves that want a gradient."""
         flat, spec = tree.flatten(value)
         return cls.flat(spec, flat, grads)
 
     @classmethod
-    def flat(cls, spec: tree.Spec, leaves: Sequence[Any], grads: Sequence[bool] | bool = False) -> Group1:
+    def flat(cls, spec: tree.Spec, leaves: Sequence[Any], grads: Sequence[bool] | bool = False) -> AbstractTree:
         """The same from leaves."""
         flags = [grads] * len(leaves) if isinstance(grads, bool) else grads
         return cls(spec, tuple(abstract(leaf, flag) for leaf, flag in zip(leaves, flags, strict=True)))
@@ -71,9 +71,9 @@ class Request:
     """
 
     schedule: Schedule
-    params: tuple[Group1 | None, ...]
-    states: tuple[Group1 | None, ...]
-    kinds: tuple[tuple[Group1, tuple[Group1, ...], tuple[Group1, ...]], ...]
+    params: tuple[AbstractTree | None, ...]
+    states: tuple[AbstractTree | None, ...]
+    kinds: tuple[tuple[AbstractTree, tuple[AbstractTree, ...], tuple[AbstractTree, ...]], ...]
     kind_of: tuple[int, ...]
     mode: str  # "grad", "forward" or "vjp"
     wants_dx: bool
@@ -83,12 +83,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Resolved:
-    """Bound plans for the ranks that live here, and the structure of what comes out."""
+    """Executable plans for the ranks that live here, and the structure of what comes out."""
 
     request: Request
-    bound: Mapping[int, Bound]
-    job: Mapping[int, Job]
-    faces: tuple[tuple[Face, ...], ...]  # by kind
+    bound: Mapping[int, Executable]
+    job: Mapping[int, LoweringInput]
+    interfaces: tuple[tuple[Interface, ...], ...]  # by kind
     loss: tuple[Programs | None, ...]  # by kind
     random: bool
     tag: int = 0  # of what every rank must have agreed on
@@ -108,7 +108,7 @@ class Resolved:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Config:
     """What a pipeline is made of, as the cold path needs it."""
 
     stages: tuple[Stage, ...]
@@ -125,7 +125,7 @@ class Recipe:
     seed: int | None = None
 
 
-def resolve(recipe: Recipe, request: Request) -> Resolved:
+def resolve(recipe: Config, request: Request) -> Resolved:
     """Trace, exchange faces, lower and bind."""
     here = recipe.group.here
     facts = _facts(recipe, request)
@@ -134,13 +134,13 @@ def resolve(recipe: Recipe, request: Request) -> Resolved:
     _exchange(recipe, request, kinds)
     training = request.mode != "forward"
     if kinds:
-        _check_frozen(recipe, kinds[0].faces)
-    bound: dict[int, Bound] = {}
-    jobs: dict[int, Job] = {}
+        _check_frozen(recipe, kinds[0].interfaces)
+    bound: dict[int, Executable] = {}
+    jobs: dict[int, LoweringInput] = {}
     for rank in here:
         made = tuple(kind.for_rank(rank) for kind in kinds)
         tied, specs = _ties(recipe, request, kinds)
-        jobs[rank] = Job(
+        jobs[rank] = LoweringInput(
             request.schedule, made, request.kind_of, training=training, tied=tied, grad_specs=specs,
             wide=recipe.wide, wants_dx=request.wants_dx, phased=request.mode == "vjp",
             wired=len(here) < recipe.group.size and not getattr(recipe.group, "at_once", False),
@@ -153,15 +153,21 @@ def resolve(recipe: Recipe, request: Request) -> Resolved:
         bound[rank] = bind(plan, recipe.group, options)
     random = any(ins.program is not None and ins.program.random for b in bound.values() for ins in b.plan.instructions)
     return Resolved(
-        request, bound, jobs, tuple(tuple(k.faces) for k in kinds), tuple(k.loss for k in kinds), random, tag_of(facts)
+        request,
+        bound,
+        jobs,
+        tuple(tuple(k.interfaces) for k in kinds),
+        tuple(k.loss for k in kinds),
+        random,
+        tag_of(facts),
     )
 
 
-def _facts(recipe: Recipe, request: Request) -> dict[str, str | None]:
+def _facts(recipe: Config, request: Request) -> dict[str, str | None]:
     """What every rank must say alike before a step is prepared."""
     schedule = request.schedule
 
-    def shapes(groups: Sequence[Group1]) -> str | None:
+    def shapes(groups: Sequence[AbstractTree]) -> str | None:
         seen = [[leaf for leaf in group.leaves if isinstance(leaf, Aval)] for group in groups]
         return None if not any(seen) else "; ".join(", ".join(map(str, group)) for group in seen)
 
@@ -186,25 +192,25 @@ def _facts(recipe: Recipe, request: Request) -> dict[str, str | None]:
 class _Kind:
     """One kind of microbatch while its faces become known, stage by stage."""
 
-    def __init__(self, recipe: Recipe, request: Request, index: int):
+    def __init__(self, recipe: Config, request: Request, index: int):
         self.recipe, self.request = recipe, request
         self.x, self.targets, self.sides = request.kinds[index]
-        self.faces: list[Face] = []
+        self.interfaces: list[Interface] = []
         self.programs: dict[tuple[int, torch.device], Programs] = {}
         self.loss: Programs | None = None
 
-    def next_input(self) -> Group1:
+    def next_input(self) -> AbstractTree:
         """The input of the stage whose face is not known yet."""
-        if not self.faces:
+        if not self.interfaces:
             return self.x
-        face = self.faces[-1]
+        face = self.interfaces[-1]
         static = dict(face.y_static)
         leaves = tuple(_leaf(static[j]) if a is None else a for j, a in enumerate(face.y_avals))
-        return Group1(face.y_spec, leaves)
+        return AbstractTree(face.y_spec, leaves)
 
     def advance(self) -> bool:
         """Make the face of the next stage, if that stage lives here."""
-        stage = len(self.faces)
+        stage = len(self.interfaces)
         params = self.request.params[stage]
         placement = self.request.schedule.placement
         ranks = [r for r in placement.ranks_of(stage) if r in self.recipe.group.here]
@@ -215,26 +221,26 @@ class _Kind:
                 f"stage {stage} lives on rank {ranks[0]}, which is in this process, but its parameters are missing; "
                 "give params one entry per stage (pipe.place keeps those that live here)"
             )
-        state = self.request.states[stage] or Group1.of(None)
+        state = self.request.states[stage] or AbstractTree.of(None)
         source = self.next_input()
         groups = [params, source, self.sides[stage], state]
         for device in dict.fromkeys(map(self.recipe.group.device, ranks)):
             self.programs[stage, device] = _programs(self.recipe.stages[stage], groups, device, stage)
         told = self.programs[stage, self.recipe.group.device(ranks[0])]
-        self.faces.append(Face.of(told, _paths(params.spec)))
+        self.interfaces.append(Interface.of(told, _paths(params.spec)))
         return True
 
-    def wires(self) -> Wires:
+    def wires(self) -> ValueGraph:
         """The value graph; faces must be complete."""
         batch = tuple(leaf if isinstance(leaf, Aval) else None for leaf in self.x.leaves)
-        last = self.faces[-1]
+        last = self.interfaces[-1]
         if self.loss is not None:
-            sink = Face.of(self.loss)
+            sink = Interface.of(self.loss)
             given_back = {source for source in sink.ys if isinstance(source, int)}  # the loss returns its own input
             takes = tuple(reads or leaf in given_back for leaf, reads in enumerate(sink.takes_x))
-            return Wires(tuple(self.faces), sink.dxs, takes, batch)
+            return ValueGraph(tuple(self.interfaces), sink.dxs, takes, batch)
         dxs = tuple((f"dx{j}", a) if a is not None and a.grad else None for j, a in enumerate(last.y_avals))
-        return Wires(tuple(self.faces), dxs, (True,) * len(last.ys), batch)
+        return ValueGraph(tuple(self.interfaces), dxs, (True,) * len(last.ys), batch)
 
     def trace_loss(self) -> None:
         """The loss's programs; known to every process, since targets' shapes are."""
@@ -242,20 +248,20 @@ class _Kind:
             return
         y = self.next_input()
         spec = tree.together([y.spec, *(t.spec for t in self.targets)])
-        x = Group1(spec, (*y.leaves, *(leaf for t in self.targets for leaf in t.leaves)))
-        nothing = Group1.of({})
+        x = AbstractTree(spec, (*y.leaves, *(leaf for t in self.targets for leaf in t.leaves)))
+        nothing = AbstractTree.of({})
         stage = loss_stage(self.recipe.loss, self.recipe.has_aux)
         top = self.request.schedule.placement.ranks_of(self.request.schedule.stages - 1)
         here = [r for r in top if r in self.recipe.group.here]
         device = self.recipe.group.device(here[0] if here else self.recipe.group.here[0])
-        self.loss = _programs(stage, [nothing, x, self.sides[-1], Group1.of(None)], device, None)
+        self.loss = _programs(stage, [nothing, x, self.sides[-1], AbstractTree.of(None)], device, None)
         check_scalar(stage, self.loss)
 
-    def for_rank(self, rank: int) -> Kinds:
+    def for_rank(self, rank: int) -> ProgramSet:
         """What lowering needs on one rank."""
         device = self.recipe.group.device(rank)
         held = self.request.schedule.placement.stages_of(rank)
-        return Kinds(self.wires(), {s: self.programs[s, device] for s in held}, self.loss)
+        return ProgramSet(self.graph(), {s: self.programs[s, device] for s in held}, self.loss)
 
 
 def _leaf(value: Any) -> Leaf:
@@ -266,7 +272,7 @@ def _paths(spec: tree.Spec) -> tuple[str, ...]:
     return tuple(".".join(map(str, path)) for path in spec.paths())
 
 
-def _programs(stage: Stage, groups: Sequence[Group1], device: torch.device, index: int | None) -> Programs:
+def _programs(stage: Stage, groups: Sequence[AbstractTree], device: torch.device, index: int | None) -> Programs:
     leaves = tuple(tuple(_on(leaf, device) for leaf in group.leaves) for group in groups)
     try:
         return programs_of(stage, Signature(tuple(g.spec for g in groups), leaves))
@@ -278,7 +284,7 @@ def _programs(stage: Stage, groups: Sequence[Group1], device: torch.device, inde
         raise
 
 
-def _told(text: str, params: Group1, index: int | None) -> str:
+def _told(text: str, params: AbstractTree, index: int | None) -> str:
     """What went wrong with a stage, or with the loss, and where what it was given comes from."""
     text = text.replace("FakeTensor", "Tensor")
     if index is None:
@@ -294,23 +300,23 @@ def _on(leaf: Leaf, device: torch.device) -> Leaf:
     return leaf
 
 
-def _exchange(recipe: Recipe, request: Request, kinds: Sequence[_Kind]) -> None:
+def _exchange(recipe: Config, request: Request, kinds: Sequence[_Kind]) -> None:
     """Let every process know every face. Each round, whoever holds the next stages tells theirs."""
     stages = request.schedule.stages
 
-    def advance() -> list[list[Face]]:
-        known = [len(kind.faces) for kind in kinds]
+    def advance() -> list[list[Interface]]:
+        known = [len(kind.interfaces) for kind in kinds]
         for kind in kinds:
-            while len(kind.faces) < stages and kind.advance():
+            while len(kind.interfaces) < stages and kind.advance():
                 pass
-        return [kind.faces[count:] for kind, count in zip(kinds, known, strict=True)]
+        return [kind.interfaces[count:] for kind, count in zip(kinds, known, strict=True)]
 
-    while any(len(kind.faces) < stages for kind in kinds):
-        before = [len(kind.faces) for kind in kinds]
+    while any(len(kind.interfaces) < stages for kind in kinds):
+        before = [len(kind.interfaces) for kind in kinds]
         told = together(recipe.group, advance)
         for index, (kind, count) in enumerate(zip(kinds, before, strict=True)):
-            kind.faces = [*kind.faces[:count], *max((faces[index] for faces in told), key=len)]
-        if before == [len(kind.faces) for kind in kinds]:
+            kind.interfaces = [*kind.interfaces[:count], *max((faces[index] for faces in told), key=len)]
+        if before == [len(kind.interfaces) for kind in kinds]:
             raise MismatchError(
                 f"no process told what stage {min(before)} gives; every process must run the same pipeline"
             )
@@ -319,7 +325,7 @@ def _exchange(recipe: Recipe, request: Request, kinds: Sequence[_Kind]) -> None:
             kind.trace_loss()
 
 
-def _check_frozen(recipe: Recipe, faces: Sequence[Face]) -> None:
+def _check_frozen(recipe: Config, faces: Sequence[Interface]) -> None:
     """A pattern that fits no leaf would leave what it should have frozen to be trained."""
     names = [f"{stage}.{leaf}" for stage, face in enumerate(faces) for leaf in face.leaves]
     for pattern in recipe.frozen:
@@ -329,7 +335,7 @@ def _check_frozen(recipe: Recipe, faces: Sequence[Face]) -> None:
 
 
 def _ties(
-    recipe: Recipe, request: Request, kinds: Sequence[_Kind]
+    recipe: Config, request: Request, kinds: Sequence[_Kind]
 ) -> tuple[tuple[tuple[tuple[int, int], ...], ...], dict[tuple[int, int], Spec]]:
     """Tied names as (stage, leaf) pairs, and how the gradients that travel look."""
     placement = request.schedule.placement
@@ -339,7 +345,7 @@ def _ties(
         for name in names:
             head, _, rest = name.partition(".")
             stage = int(head)
-            leaves = kinds[0].faces[stage].leaves
+            leaves = kinds[0].interfaces[stage].leaves
             if rest not in leaves:
                 raise StageError(
                     f"tied={names!r} names {name!r}, but stage {stage} has no such leaf; it has {', '.join(leaves)}"

@@ -12,13 +12,13 @@ import torch
 from .. import tree
 from ..collectives.group import Spec
 from ..errors import MismatchError
-from ..plans.plan import Kinds, grad_key, reduced_key, spec_of
+from ..plans.plan import ProgramSet, grad_key, reduced_key, spec_of
 from ..plans.value_graph import Key
 from ..programs.stage_programs import Programs
 from ..schedules.actions import plain
 from ..tree import Aval
 from .feed import Values
-from .loop import Bound, Registers, StepFn
+from .loop import Executable, Registers, StepFn
 from .prepare import Resolved
 from .scalars import added, packed, unpacked
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from .pipeline import Pipeline
 
 
-def collect(pipe: Pipeline, resolved: Resolved, regs: Mapping[int, Registers], values: Values) -> Collected:
+def collect(pipe: Pipeline, resolved: Resolved, regs: Mapping[int, Registers], values: Values) -> Results:
     """Read the registers of the ranks that live here."""
-    return Collected(pipe, resolved, regs, values)
+    return Results(pipe, resolved, regs, values)
 
 
 def _then_tell(step: StepFn) -> StepFn:
@@ -41,13 +41,13 @@ def _then_tell(step: StepFn) -> StepFn:
 
 def output_tree(resolved: Resolved, mb: int, tensors: Sequence[Any]) -> Any:
     """What the last stage returned for a microbatch, from the tensors in it."""
-    face, made = resolved.faces[resolved.request.kind_of[mb]][-1], iter(tensors)
+    face, made = resolved.interfaces[resolved.request.kind_of[mb]][-1], iter(tensors)
     static = dict(face.y_static)
     leaves = [static.get(j) if aval is None else next(made) for j, aval in enumerate(face.y_avals)]
     return tree.unflatten(face.y_spec, leaves)
 
 
-class Collected:
+class Results:
     """The results of a run, gathered on demand. Every process must ask for the same ones."""
 
     def __init__(self, pipe: Pipeline, resolved: Resolved, regs: Mapping[int, Registers], values: Values):
@@ -59,12 +59,12 @@ class Collected:
         self.alone = len(self.group.here) == self.group.size
         self._told: torch.Tensor | None = None
 
-    def bounds(self) -> Mapping[int, Bound]:
+    def bounds(self) -> Mapping[int, Executable]:
         """The plans to run. Where a message is away at once, the rank that makes the loss tells it during its plan: at
         the end of a step nobody waits for it."""
         return self.resolved.memo("bounds", self._bounds)
 
-    def _bounds(self) -> Mapping[int, Bound]:
+    def _bounds(self) -> Mapping[int, Executable]:
         bound = dict(self.resolved.bound)
         if not self._unasked():
             return bound
@@ -98,7 +98,7 @@ class Collected:
     def _get(self, rank: int, key: Key) -> Any:
         return self.regs[rank][self.resolved.bound[rank].plan.results[key]]
 
-    def _kind(self, mb: int) -> tuple[int, Kinds]:
+    def _kind(self, mb: int) -> tuple[int, ProgramSet]:
         index = self.request.kind_of[mb]
         return index, next(iter(self.resolved.job.values())).kinds[index]
 
@@ -198,7 +198,7 @@ class Collected:
                 aval, name = loss.y_avals[0], loss.ys[0]
                 assert aval is not None and name is not None
                 out.append(((self.stages, mb), self._loss_key(loss, mb, 0), aval))
-            for stage, face in enumerate(self.resolved.faces[kind]):
+            for stage, face in enumerate(self.resolved.interfaces[kind]):
                 if face.aux is not None and path[stage] == rank:
                     name = self._programs(rank, kind, stage).aux if mine else ""
                     out.append(((stage, mb), (stage, mb, name or ""), face.aux))
@@ -212,8 +212,8 @@ class Collected:
         job = next(iter(self.resolved.job.values()))
         if name[:1] == "x" and name[1:].isdigit():
             index = int(name[1:])
-            if index < len(self.resolved.faces[kind][-1].ys):
-                return job.kinds[kind].wires.forward(self.stages - 1, index, mb)
+            if index < len(self.resolved.interfaces[kind][-1].ys):
+                return job.kinds[kind].graph.forward(self.stages - 1, index, mb)
         return (self.stages, mb, name)
 
     def _programs(self, rank: int, kind: int, stage: int) -> Programs:
@@ -249,14 +249,14 @@ class Collected:
 
     def _output(self, mb: int) -> Any:
         kind, kinds = self._kind(mb)
-        face = self.resolved.faces[kind][-1]
+        face = self.resolved.interfaces[kind][-1]
         rank = self.placement.path(mb)[-1]
         tensors = [j for j, aval in enumerate(face.y_avals) if aval is not None]
         avals = [face.y_avals[j] for j in tensors]
         mine = rank in self.group.here
         made: Sequence[Any] | None = None
         if mine:
-            made = [self._get(rank, kinds.wires.forward(self.stages - 1, j, mb)) for j in tensors]
+            made = [self._get(rank, kinds.graph.forward(self.stages - 1, j, mb)) for j in tensors]
         if self.pipe.outputs == "everywhere" and not self.alone:
             specs = tuple(spec_of(aval) for aval in avals if aval is not None)
             made = self.group.share(None if made is None else tuple(made), specs, rank)
@@ -315,7 +315,7 @@ class Collected:
                 if not isinstance(leaf, Aval) or not leaf.grad:
                     leaves.append(None)
                     continue
-                key = kinds.wires.cotangent(-1, index, mb)
+                key = kinds.graph.cotangent(-1, index, mb)
                 value = self.values.x.rows[mb][index]
                 found = torch.zeros_like(value) if key is None else self._get(rank, key)
                 leaves.append(found if copies is None else copies.divided(found))
@@ -340,7 +340,7 @@ class Collected:
         row = self.request.schedule[home]
         last = [a.microbatch for a in plain(row) if a.stage == stage and a.op == "F"][-1:]
         kind = self.request.kind_of[last[0]] if last else 0
-        spec, avals = self.resolved.faces[kind][stage].state
+        spec, avals = self.resolved.interfaces[kind][stage].state
         values: Sequence[Any] | None = None
         if home in self.group.here:
             own = self._programs(home, kind, stage)

@@ -259,7 +259,7 @@ class FakeGroup:
         self._meet("barrier", None)
 
     def journal(self, rank: int, text: str) -> None:
-        """Told in the others' errors."""
+        """StageFacts in the others' errors."""
         self._world.seats[self.rank].note = text
 
     def failed(self, error: BaseException) -> None:

@@ -19,14 +19,14 @@ from fpipe.running.loop import WATCH
 from fpipe.running.profile.clocks import differences
 from fpipe.running.profile.costing import costs, messages, shares, spans, timeline
 from fpipe.running.profile.profiling import split, whole
-from fpipe.running.profile.recording import Did, Recorder, Run, gathered
+from fpipe.running.profile.recording import Event, Recorder, Run, gathered
 from fpipe.schedules.actions import Fused
 from fpipe.schedules.pictures import load
 
 
-def did(kind: str, name: str, start: float, end: float, **more: Any) -> Did:
+def did(kind: str, name: str, start: float, end: float, **more: Any) -> Event:
     action = Action(int(name[0]), name[1], int(name[2:])) if name else None
-    return Did(kind, action, start, end, **more)
+    return Event(kind, action, start, end, **more)
 
 
 #: Two ranks, one microbatch: 0F0 sent over in 1 and 3 on the way, 1B0 sent back the same.

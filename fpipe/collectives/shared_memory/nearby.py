@@ -30,7 +30,7 @@ from .mailbox import LANE, PAGE, Inlet, Outlet, Piece, pieces
 
 #: Set to 0, this keeps messages of one host on the backend too.
 SWITCH = "FPIPE_SHARED_MEMORY"
-#: Kinds of lanes between two ranks: the messages of plans, and what one rank tells all.
+#: ProgramSet of lanes between two ranks: the messages of plans, and what one rank tells all.
 PLANS, SHARED = 0, 1
 _LANES = 2
 _TOKEN = 16

@@ -30,7 +30,7 @@ from ..program import Program
 from ..signature import Signature, wants
 from ..stage_programs import Held, Programs
 from .autograd_split import GradientEdge, Grads, Kept, both, get_gradient_edge, of_inputs, of_weights, survey
-from .shape_probe import Told, record, refuse_captured, refuse_writes, rehearse
+from .shape_probe import StageFacts, record, refuse_captured, refuse_writes, rehearse
 
 
 def eager_programs(stage: Stage, signature: Signature) -> Programs:
@@ -73,7 +73,7 @@ class Again:
 class _Engine:
     """One stage's function and what is known of it; its methods are the programs."""
 
-    def __init__(self, stage: Stage, signature: Signature, told: Told):
+    def __init__(self, stage: Stage, signature: Signature, told: StageFacts):
         self.stage, self.signature, self.told = stage, signature, told
         self.made, self.around = told.outputs, ambient()
         p, x = signature.leaves[:2]

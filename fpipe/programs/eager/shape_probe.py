@@ -27,7 +27,7 @@ from .autograd_split import GradientEdge, Node, all_nodes, both, get_gradient_ed
 
 
 @dataclass(frozen=True)
-class Told:
+class StageFacts:
     """What was learned of a function.
 
     ``exact``: its way does not depend on data, so it returns the very same each time. ``passed`` are the outputs that
@@ -44,7 +44,7 @@ class Told:
 
 
 @torch.inference_mode(False)
-def rehearse(stage: Stage, signature: Signature) -> Told:
+def rehearse(stage: Stage, signature: Signature) -> StageFacts:
     """Learn what ``stage`` returns."""
     if stage.like is not None:
         return _by_likeness(stage, signature)
@@ -65,7 +65,7 @@ def rehearse(stage: Stage, signature: Signature) -> Told:
     return _cautious(told, signature)
 
 
-def _by_likeness(stage: Stage, signature: Signature) -> Told:
+def _by_likeness(stage: Stage, signature: Signature) -> StageFacts:
     like = replace(stage, fn=stage.like, like=None, name=f"{stage.label} (its like=)")
     try:
         with _fake.quiet(), _fake.mode():
@@ -75,10 +75,10 @@ def _by_likeness(stage: Stage, signature: Signature) -> Told:
         raise
     except Exception as error:
         raise _fake.explain(error, like.label, wants(signature)) from error
-    return _cautious(Told(made), signature)
+    return _cautious(StageFacts(made), signature)
 
 
-def _cautious(told: Told, signature: Signature) -> Told:
+def _cautious(told: StageFacts, signature: Signature) -> StageFacts:
     """What holds whichever way a function takes: every floating output may carry a gradient, none is an input."""
     trained = any(isinstance(a, Aval) and a.grad for group in signature.leaves[:2] for a in group)
     made = told.outputs
@@ -109,7 +109,7 @@ def _unknown(stage: Stage, signature: Signature, fake: Exception, real: Exceptio
 def _learn(
     stage: Stage, signature: Signature, inputs: Callable[[], list[list[Any]]],
     guard: Callable[[list[list[Any]]], AbstractContextManager[Any]],
-) -> Told:  # fmt: skip
+) -> StageFacts:  # fmt: skip
     """Run the function once, and once more on copies where it writes into its input."""
     for copies in (False, True):
         groups = inputs()
@@ -129,7 +129,7 @@ def _learn(
     made = outputs_from(stage, y, aux, state, copies)
     inside = {id(leaf): i for i, leaf in enumerate(groups[1])}
     tensors = ((j, leaf) for j, leaf in enumerate(tree.leaves(y)) if tree.is_tensor(leaf))
-    told = Told(made, passed={j: inside[id(leaf)] for j, leaf in tensors if id(leaf) in inside})
+    told = StageFacts(made, passed={j: inside[id(leaf)] for j, leaf in tensors if id(leaf) in inside})
     return _weigh(stage, told, groups, [t for t in (*tree.leaves(y), aux) if tree.is_tensor(t)])
 
 
@@ -154,7 +154,7 @@ def record(stage: Stage, signature: Signature, groups: Sequence[Sequence[Any]], 
         RECORDING.reset(token)
 
 
-def _weigh(stage: Stage, told: Told, groups: Sequence[Sequence[Any]], outs: Sequence[torch.Tensor]) -> Told:
+def _weigh(stage: Stage, told: StageFacts, groups: Sequence[Sequence[Any]], outs: Sequence[torch.Tensor]) -> StageFacts:
     """Add what the graph tells: captured tensors that want a gradient, bytes, and the layout of input gradients."""
     ends = [get_gradient_edge(t) for t in outs if t.requires_grad]
     xs, ps = ({i: get_gradient_edge(t) for i, t in enumerate(group) if tree.is_tensor(t) and t.requires_grad}
@@ -260,4 +260,4 @@ def _random_as_before(signature: Signature) -> Iterator[None]:
         random.setstate(before)
 
 
-__all__ = ["GradientEdge", "Told", "record", "refuse_captured", "refuse_writes", "rehearse"]
+__all__ = ["GradientEdge", "StageFacts", "record", "refuse_captured", "refuse_writes", "rehearse"]

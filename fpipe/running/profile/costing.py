@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ...schedules.actions import Action, AnyAction, Fused
 from ...schedules.simulation import Costs
 from ...schedules.timeline import Timeline
-from .recording import Did, Run
+from .recording import Event, Run
 
 _COMPUTES = frozenset(("F", "B", "I", "W", "ADD", "EACH"))
 _HANDLES = frozenset(("RECV", "SETTLE"))
@@ -161,5 +161,5 @@ def shares(run: Run) -> dict[str, float]:
     return found
 
 
-def _length(did: Sequence[Did]) -> float:
+def _length(did: Sequence[Event]) -> float:
     return did[-1].end - did[0].start if did else 0.0

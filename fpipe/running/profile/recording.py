@@ -16,13 +16,13 @@ from ...collectives.group import Group, Work
 from ...errors import FpipeError
 from ...plans.plan import Instruction
 from ...schedules.actions import Action, plain
-from ..loop import WATCH, Bound, Registers, StepFn
+from ..loop import WATCH, Executable, Registers, StepFn
 from .clocks import Clock, differences
 
 _BESIDE = re.compile(r"with ([0-9]+)([FBIW])([0-9]+)")
 
 
-class Did(NamedTuple):
+class Event(NamedTuple):
     """One instruction that ran: from the plan, what it was; from the clock, when.
 
     ``number`` counts the messages to ``peer``, or from it, where it is one that actions send. ``beside`` is the other
@@ -44,13 +44,13 @@ class Run:
     """What one rank did from the start of its plan to the end, and the actions that this carried out, in order."""
 
     rank: int
-    did: tuple[Did, ...]
+    did: tuple[Event, ...]
     actions: tuple[Action, ...] = ()
 
 
 @dataclass
 class _Log:
-    bound: Bound
+    bound: Executable
     first: int
     clock: Clock
     starts: list[Any] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Recorder:
         """The group of the first run, if there was one."""
         return self._logs[0].bound.group if self._logs else None
 
-    def _watch(self, bound: Bound, steps: Sequence[StepFn], first: int) -> Sequence[StepFn]:
+    def _watch(self, bound: Executable, steps: Sequence[StepFn], first: int) -> Sequence[StepFn]:
         log = next((log for log in reversed(self._logs) if log.bound is bound and log.next == first > 0), None)
         if log is None:
             log = _Log(bound, first, Clock(bound.group.device(bound.plan.rank)))
@@ -140,7 +140,7 @@ class _Timed:
         return made
 
 
-def _did(log: _Log) -> Iterator[Did]:
+def _did(log: _Log) -> Iterator[Event]:
     numbers = list(_numbers(log.bound.plan.instructions))
     starts, ends = log.clock.seconds(log.starts), log.clock.seconds(log.ends)
     for index, (start, end) in enumerate(zip(starts, ends, strict=False), log.first):  # an error leaves one without end
@@ -148,7 +148,7 @@ def _did(log: _Log) -> Iterator[Did]:
         nbytes = sum(spec.bytes for spec in ins.specs) if ins.kind == "SEND" else 0
         found = _BESIDE.fullmatch(ins.program.label) if ins.program is not None and ins.program.label else None
         beside = Action(int(found[1]), found[2], int(found[3])) if found else None  # type: ignore[arg-type]
-        yield Did(ins.kind, ins.action, start, end, ins.peer, numbers[index], nbytes, beside)
+        yield Event(ins.kind, ins.action, start, end, ins.peer, numbers[index], nbytes, beside)
 
 
 def _numbers(instructions: Sequence[Instruction]) -> Iterator[int]:
