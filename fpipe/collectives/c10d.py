@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import GroupError
+from ..specs import Spec
 from ._store import Store
 from .adapt import reduction, road
 from .capabilities import Capabilities
 from .faults import Watch
-from .group import Spec, Work
+from .group import Work
 from .local import LocalGroup
 from .meeting import Meeting
 from .reduce import all_reduce, start_gather, start_reduce

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..errors import DeadlockError, GroupError
-from .group import Done, Spec, Work, check_message, part_of
+from ..specs import Spec
+from .group import Done, Work, check_message, part_of
 from .wire import lay_out
 
 _SENT = Done()

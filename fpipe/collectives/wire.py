@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..errors import MismatchError
-from .group import Spec, check_message, contiguous
+from ..specs import Spec, contiguous
+from .group import check_message
 
 #: Starts of tensors in a shared buffer: as torch aligns its own, since bits of a product may depend on it.
 ALIGN = 64

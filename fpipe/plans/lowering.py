@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..collectives.group import contiguous
 from ..programs.program import Program
 from ..programs.stage_programs import Programs
 from ..schedules.actions import Action, Fused, plain
+from ..specs import contiguous
 from ..tree import Aval
 from .gathering import Zero
 from .messages import Traffic

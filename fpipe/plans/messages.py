@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from ..collectives.group import Spec
 from ..schedules.actions import RULE, Action, plain
 from ..schedules.simulation import Costs, simulate_rows
+from ..specs import Spec
 from .plan import LoweringInput, ProgramSet, Step, spec_of
 from .value_graph import Key, Out
 

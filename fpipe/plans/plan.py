@@ -13,11 +13,11 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from ..collectives.group import Spec, arriving
 from ..programs.program import Program
 from ..programs.stage_programs import Programs
 from ..schedule import Schedule
 from ..schedules.actions import Action, Row
+from ..specs import Spec, arriving
 from ..tree import Aval
 from .sharding import Copies, Layout, Share
 from .value_graph import Key, ValueGraph

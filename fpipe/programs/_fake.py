@@ -25,8 +25,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.traceback import preserve_node_meta
 
-from ..collectives.group import arriving
 from ..errors import ActionError, TraceError
+from ..specs import arriving
 from ..tree import Aval
 from .stage_programs import Held
 

@@ -15,7 +15,7 @@ import torch
 
 from .. import tree
 from .._version import __version__
-from ..collectives.group import Group, Spec, contiguous
+from ..collectives.group import Group
 from ..errors import MismatchError, StageError
 from ..plans.collective_order import lower_together
 from ..plans.plan import LoweringInput, Plan, ProgramSet
@@ -26,6 +26,7 @@ from ..programs.losses import check_scalar, loss_stage
 from ..programs.stage_programs import Programs
 from ..programs.tracing import Signature, programs_of
 from ..schedule import Schedule
+from ..specs import Spec, contiguous
 from ..stage import Stage
 from ..tree import Aval
 from .handshake import agree, tag_of, together

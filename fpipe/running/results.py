@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import tree
-from ..collectives.group import Spec
 from ..errors import MismatchError
 from ..plans.plan import ProgramSet, grad_key, reduced_key, spec_of
 from ..plans.value_graph import Key
 from ..programs.stage_programs import Programs
 from ..schedules.actions import plain
+from ..specs import Spec
 from ..tree import Aval
 from .feed import Values
 from .loop import Executable, Registers, StepFn

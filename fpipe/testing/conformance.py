@@ -14,9 +14,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..collectives.group import Group, Spec, Work
+from ..collectives.group import Group, Work
 from ..collectives.wire import ALONE
 from ..errors import DeadlockError, GroupError, MismatchError, UnsupportedError
+from ..specs import Spec
 
 Case: TypeAlias = Callable[[Group, int], Generator[Work, Any, None]]
 

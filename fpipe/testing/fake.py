@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ..collectives.adapt import reduction
 from ..collectives.capabilities import Capabilities
-from ..collectives.group import Done, Spec, Work, check_message, part_of
+from ..collectives.group import Done, Work, check_message, part_of
 from ..collectives.wire import wire
 from ..errors import GroupError, MismatchError, PeerError, StalledError, UnsupportedError
+from ..specs import Spec
 from .orders import Delay, Drop, Kill, Order, Refuse
 from .world import Killed, World
 

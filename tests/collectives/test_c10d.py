@@ -11,12 +11,13 @@ import torch.distributed as dist
 import hostile
 from fpipe import launch
 from fpipe.collectives.c10d import C10dGroup
-from fpipe.collectives.group import Group, Spec
+from fpipe.collectives.group import Group
 from fpipe.collectives.setup import adopt, init
 from fpipe.collectives.shared_memory import _futex
 from fpipe.collectives.shared_memory.nearby import SWITCH
 from fpipe.command.doctor import command, probe, visit
 from fpipe.errors import GroupError
+from fpipe.specs import Spec
 from fpipe.testing import CASES, conform
 
 ROW = (Spec((4,), (1,), torch.float32),)

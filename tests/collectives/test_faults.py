@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from fpipe import init, launch
 from fpipe.collectives.c10d import C10dGroup
-from fpipe.collectives.group import Spec
 from fpipe.collectives.setup import adopt
 from fpipe.collectives.shared_memory.nearby import SWITCH
 from fpipe.errors import GroupError, LaunchError
+from fpipe.specs import Spec
 
 RANKS, VICTIM, TIMEOUT = 4, 2, 2.0
 MESSAGE = (torch.zeros(4),)

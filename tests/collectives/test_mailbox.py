@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.collectives.c10d import C10dGroup
-from fpipe.collectives.group import Spec
 from fpipe.collectives.shared_memory import _futex, mailbox, nearby
 from fpipe.collectives.shared_memory.mailbox import Inlet, Outlet, pieces
 from fpipe.errors import GroupError, MismatchError
+from fpipe.specs import Spec
 
 pytestmark = pytest.mark.skipif(not _futex.AVAILABLE, reason="shared memory is used on x86-64 Linux alone")
 

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fpipe.collectives.group import Spec, arriving, contiguous
 from fpipe.collectives.local import local
 from fpipe.collectives.wire import ALIGN, ALONE, layout, wire
 from fpipe.errors import DeadlockError, GroupError, MismatchError
+from fpipe.specs import Spec, arriving, contiguous
 
 CPU = torch.device("cpu")
 DTYPES = (

@@ -24,6 +24,7 @@ LAYERS = {
     "schedule": "the public value: Action, Fused, Placement, Schedule",
     "generators": "the catalogue of schedules, and comparison of them",
     "tree": "pytrees and abstract leaves",
+    "specs": "shape, strides and dtype of a tensor as it is sent",
     "devices": "devices as records",
     "collectives": "groups, messages, faults, capabilities",
     "stage": "the public value: Stage, remat",

@@ -21,8 +21,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ... import tree
-from ...collectives.group import arriving
 from ...errors import StageError
+from ...specs import arriving
 from ...stage import Remat, Stage
 from ...tree import Aval
 from ..autocast import ambient, under

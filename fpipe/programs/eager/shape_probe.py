@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from ... import tree
-from ...collectives.group import arriving, contiguous
 from ...errors import ActionError, FpipeError, StageError, TraceError
+from ...specs import arriving, contiguous
 from ...stage import RECORDING, Remat, Stage
 from ...tree import Aval, parts
 from .. import _fake
