@@ -231,7 +231,7 @@ class _Kind:
         self.interfaces.append(Interface.of(told, _paths(params.spec)))
         return True
 
-    def wires(self) -> ValueGraph:
+    def graph(self) -> ValueGraph:
         """The value graph; faces must be complete."""
         batch = tuple(leaf if isinstance(leaf, Aval) else None for leaf in self.x.leaves)
         last = self.interfaces[-1]

@@ -212,7 +212,7 @@ def test_every_schedule_has_a_picture_a_formula_and_a_paper(hooks: ModuleType):
 
 def test_what_readme_names_is_there():
     """A test named in the table is a file or the beginning of a test's name."""
-    tests = "\n".join(path.stem + "\n" + path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    tests = "\n".join(path.stem + "\n" + path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| ")]
     named = [name for row in rows for name in re.findall(r"`(test_\w+)`", row.split("|")[-2])]
     assert all(re.search(r"`\w|–", row.split("|")[-2]) for row in rows[1:]), "each row has a command that shows it"
