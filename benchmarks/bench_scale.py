@@ -29,9 +29,9 @@ from fpipe.plans.value_graph import Interface, ValueGraph
 from fpipe.programs.losses import loss_stage
 from fpipe.programs.stage_programs import Programs
 from fpipe.programs.tracing import Signature, programs_of
-from fpipe.running.prepare import AbstractTree
 from fpipe.schedule import Schedule
 from fpipe.stage import Stage, as_stage
+from fpipe.tree import AbstractTree
 
 RANKS, MICROBATCHES = 256, 2048
 WIDTH, TOKENS, BLOCKS = 16, 4, 2
@@ -39,8 +39,8 @@ WIDTH, TOKENS, BLOCKS = 16, 4, 2
 
 def programs(fn: Stage, params: Any, x: AbstractTree) -> Programs:
     """The programs of a function."""
-    groups = (AbstractTree.of(params, True), x, AbstractTree.of({}), AbstractTree.of(None))
-    return programs_of(fn, Signature(tuple(g.spec for g in groups), tuple(g.leaves for g in groups)))
+    signature = Signature(AbstractTree.of(params, True), x, AbstractTree.of({}), AbstractTree.of(None))
+    return programs_of(fn, signature)
 
 
 class Model:

@@ -1,13 +1,14 @@
-"""Pytrees at the edge: flat tuples inside, the user's containers outside.
+"""Pytrees and their abstract form: structure, shapes and dtypes without data.
 
-optree does the walking. ``None`` is an empty node everywhere, so a missing stage or a frozen leaf needs no special
-case. Classes of the user's own are nodes where they are registered under the name space "fpipe", as by
+optree flattens and unflattens. ``None`` is an empty node, so a missing stage or a frozen leaf needs no special case.
+The user's classes are nodes where they are registered under the namespace "fpipe", as by
 ``@optree.dataclasses.dataclass(namespace="fpipe")``. This module knows nothing of stages or ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -18,7 +19,7 @@ import torch
 Tree: TypeAlias = Any
 Spec: TypeAlias = optree.PyTreeSpec
 
-#: Where users register their classes: optree asks for a name, and looks among the nameless ones too.
+#: Where users register their classes; optree also looks in the global namespace.
 NAMESPACE = "fpipe"
 
 flatten: Callable[[Tree], tuple[list[Any], Spec]] = partial(optree.tree_flatten, namespace=NAMESPACE)  # type: ignore[assignment]
@@ -46,7 +47,7 @@ def names(tree: Tree) -> list[str]:
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a dotted path fits one of the shell-style patterns; a pattern that names a subtree takes all of it.
+    """Whether a dotted path matches one of the shell patterns; a pattern that names a subtree matches all of it.
 
     >>> matches("0.norm.w", ["0.*"]), matches("3.norm.w", ["3.norm"]), matches("3.wte", ["0.*"])
     (True, True, False)
@@ -55,35 +56,17 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def is_tensor(leaf: Any) -> bool:
-    """Whether a leaf is a tensor (and so may be split, sent or differentiated)."""
+    """Whether a leaf is a tensor, which may be split, sent and differentiated."""
     return isinstance(leaf, torch.Tensor)
 
 
 def is_floating(leaf: Any) -> bool:
-    """Whether a leaf can carry a gradient: floating and complex tensors."""
+    """Whether a leaf can carry a gradient: a floating or complex tensor."""
     return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def aval(leaf: Any) -> Any:
-    """What a trace may depend on: shape, strides, dtype and device of a tensor, the type and value of anything else."""
-    if isinstance(leaf, torch.Tensor):
-        plain = (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
-        kind = None if type(leaf) is torch.Tensor else kind_of(leaf, aval)
-        return plain if kind is None else (*plain, kind)
-    return static(leaf)
-
-
-def static(leaf: Any) -> tuple[Any, ...]:
-    """A leaf that is no tensor, as (type, value, ...) that are equal only where programs may be shared.
-
-    >>> static(1) == static(True), static(0.0) == static(-0.0)
-    (False, False)
-    """
-    return (type(leaf), leaf, repr(leaf)) if isinstance(leaf, (float, complex)) else (type(leaf), leaf)
-
-
 def describe(leaves: Sequence[Any]) -> str:
-    """Leaves as a reader wants them in a message.
+    """Leaves for a message.
 
     >>> describe([torch.zeros(2, 3), 5])
     '(float32[2, 3], 5)'
@@ -95,36 +78,29 @@ def describe(leaves: Sequence[Any]) -> str:
     return "(" + ", ".join(inside) + ")"
 
 
-# ---- tensors that wrap others --------------------------------------------------------------------------------------
+# ---- tensor subclasses that contain tensors ------------------------------------------------------------------------
 
-#: The class, what is inside it by name (tensors described, the rest, such as a mesh, as it is), and what else it is.
-#: All of it hashable.
+#: The class of a tensor with inner tensors; those by name, described by an ``Aval``, and its other members by name
+#: (a mesh, for example) as they are; the context of ``__tensor_flatten__``. All of it is hashable.
 Kind: TypeAlias = tuple[type, tuple[tuple[str, Any], ...], Any]
 
 
-def kind_of(tensor: torch.Tensor, describe: Callable[[torch.Tensor], Any]) -> Kind | None:
-    """What a wrapper is; ``None`` for an ordinary tensor.
+def kind_of(tensor: torch.Tensor) -> Kind | None:
+    """The class and the members of a tensor with inner tensors; ``None`` for an ordinary tensor.
 
-    >>> kind_of(torch.ones(2), id) is None
+    >>> kind_of(torch.ones(2)) is None
     True
     """
     cls = type(tensor)
     if cls is torch.Tensor or cls is torch.nn.Parameter or not hasattr(cls, "__tensor_flatten__"):
         return None
-    names, rest = tensor.detach().__tensor_flatten__()  # type: ignore[attr-defined]
+    names, context = tensor.detach().__tensor_flatten__()  # type: ignore[attr-defined]
     inner = ((name, getattr(tensor, name)) for name in names)
-    return cls, tuple((name, describe(v) if isinstance(v, torch.Tensor) else v) for name, v in inner), rest
-
-
-def rebuild(kind: Kind, shape: Any, stride: Any, make: Callable[[Any], Any]) -> torch.Tensor:
-    """A wrapper of the kind around what ``make`` gives for the descriptions inside."""
-    cls, inner, rest = kind
-    made = {name: make(told) for name, told in inner}
-    return cls.__tensor_unflatten__(made, rest, torch.Size(shape), tuple(stride))  # type: ignore[attr-defined]
+    return cls, tuple((name, Aval.like(v) if isinstance(v, torch.Tensor) else v) for name, v in inner), context
 
 
 def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The ordinary tensors that a tensor is made of; itself, mostly.
+    """The ordinary tensors inside a tensor; an ordinary tensor itself.
 
     >>> [part.shape for part in parts(torch.ones(2))]
     [torch.Size([2])]
@@ -138,11 +114,11 @@ def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from parts(inner)
 
 
-# ---- abstract leaves -----------------------------------------------------------------------------------------------
+# ---- abstract leaves and trees --------------------------------------------------------------------------------------
 
 
 class Aval(NamedTuple):
-    """Shape, strides, dtype and device of a tensor, whether a gradient is wanted for it, and what it wraps, if any."""
+    """An abstract tensor: shape, strides, dtype, device, whether a gradient is wanted, and its ``Kind``, if any."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -154,15 +130,21 @@ class Aval(NamedTuple):
     @classmethod
     def like(cls, tensor: torch.Tensor, grad: bool = False) -> Aval:
         """The aval of a tensor."""
-        kind = None if type(tensor) is torch.Tensor else kind_of(tensor, cls.like)
+        kind = None if type(tensor) is torch.Tensor else kind_of(tensor)
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, grad, kind)
 
+    @property
+    def differentiable(self) -> bool:
+        """Whether the dtype can carry a gradient."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
     def build(self, plain: Callable[[Aval], torch.Tensor]) -> torch.Tensor:
-        """A tensor of this description, around what ``plain`` makes for descriptions of ordinary ones."""
+        """A tensor of this description; ``plain`` builds the ordinary tensors inside it, or the tensor itself."""
         if self.kind is None:
             return plain(self)
-        inside = lambda inner: inner.build(plain) if isinstance(inner, Aval) else inner
-        return rebuild(self.kind, self.shape, self.stride, inside)
+        cls, members, context = self.kind
+        inner = {name: member.build(plain) if isinstance(member, Aval) else member for name, member in members}
+        return cls.__tensor_unflatten__(inner, context, torch.Size(self.shape), self.stride)  # type: ignore[attr-defined]
 
     @property
     def nbytes(self) -> int:
@@ -176,3 +158,92 @@ class Aval(NamedTuple):
     def __str__(self) -> str:
         outer = "" if self.kind is None else f"{self.kind[0].__name__} "
         return f"{outer}{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+class Static(NamedTuple):
+    """A leaf that is not a tensor. Two are equal only where they may share a trace.
+
+    >>> Static.of(1) == Static.of(True), Static.of(0.0) == Static.of(-0.0)
+    (False, False)
+    """
+
+    type: type
+    value: Any
+    text: str = ""  # distinguishes 0.0 from -0.0
+
+    @classmethod
+    def of(cls, value: Any) -> Static:
+        """A leaf with what distinguishes it from equal values."""
+        return cls(type(value), value, repr(value) if isinstance(value, (float, complex)) else "")
+
+    def __str__(self) -> str:
+        return repr(self.value)
+
+
+AbstractLeaf: TypeAlias = Aval | Static
+
+
+def abstract(leaf: Any, grad: bool = False) -> AbstractLeaf:
+    """What a trace may depend on: an ``Aval`` of a tensor, type and value of anything else.
+
+    ``grad``: whether a gradient is wanted, if the dtype can carry one.
+    """
+    return Aval.like(leaf, grad and is_floating(leaf)) if isinstance(leaf, torch.Tensor) else Static.of(leaf)
+
+
+def cache_key(leaf: Any) -> Any:
+    """A hashable that is equal for leaves with equal ``abstract(leaf)``: the same at less cost, for each call."""
+    if not isinstance(leaf, torch.Tensor):
+        return Static.of(leaf)
+    plain = (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
+    kind = None if type(leaf) is torch.Tensor else kind_of(leaf)
+    return plain if kind is None else (*plain, kind)
+
+
+@dataclass(frozen=True)
+class AbstractTree:
+    """The structure of a pytree with its abstract leaves.
+
+    >>> str(AbstractTree.of({"x": torch.ones(2), "n": 3}))
+    '3, float32[2]'
+    """
+
+    spec: Spec
+    leaves: tuple[AbstractLeaf, ...]
+
+    @classmethod
+    def of(cls, value: Tree, grad: bool = False) -> AbstractTree:
+        """The abstract tree of a pytree; ``grad``: whether a gradient of its floating leaves is wanted."""
+        flat, spec = flatten(value)
+        return cls.flat(spec, flat, grad)
+
+    @classmethod
+    def flat(cls, spec: Spec, leaves: Sequence[Any], grads: Sequence[bool] | bool = False) -> AbstractTree:
+        """The same from flat leaves; ``grads`` may differ by leaf."""
+        flags = [grads] * len(leaves) if isinstance(grads, bool) else grads
+        return cls(spec, tuple(map(abstract, leaves, flags)))
+
+    @property
+    def avals(self) -> dict[int, Aval]:
+        """The abstract tensors by the index of the leaf."""
+        return {i: leaf for i, leaf in enumerate(self.leaves) if isinstance(leaf, Aval)}
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """The indices of the leaves whose gradient is wanted."""
+        return tuple(i for i, aval in self.avals.items() if aval.grad)
+
+    def map(self, fn: Callable[[Aval], Any]) -> list[Any]:
+        """The leaves: ``fn`` of each aval, and the values of all others."""
+        return [fn(leaf) if isinstance(leaf, Aval) else leaf.value for leaf in self.leaves]
+
+    def on(self, device: torch.device) -> AbstractTree:
+        """The same tree with its tensors on a device."""
+        moved = (leaf._replace(device=device) if isinstance(leaf, Aval) else leaf for leaf in self.leaves)
+        return AbstractTree(self.spec, tuple(moved))
+
+    def __str__(self) -> str:
+        """The first leaves, and the number of those left out."""
+        shown = self.leaves[: 6 if len(self.leaves) > 7 else 7]
+        more = [f"and {len(self.leaves) - len(shown)} more"] if len(self.leaves) > len(shown) else []
+        return ", ".join([*map(str, shown), *more])

@@ -27,7 +27,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from ..errors import ActionError, TraceError
 from ..specs import arriving
-from ..tree import Aval
+from ..tree import AbstractTree, Aval
 from .stage_programs import Held
 
 _DATA = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
@@ -58,16 +58,12 @@ def quiet() -> Iterator[None]:
 def empty(aval: Aval) -> torch.Tensor:
     """A fake tensor of an aval; call inside ``mode()``."""
     tensor = aval.build(lambda a: torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device=a.device))
-    return tensor.requires_grad_(aval.grad and _can(aval.dtype))
+    return tensor.requires_grad_(aval.grad and aval.differentiable)
 
 
-def _can(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
-def inputs(groups: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Fake tensors for avals, and the values of all other leaves; call inside ``mode()``."""
-    return [[empty(leaf) if isinstance(leaf, Aval) else leaf[1] for leaf in group] for group in groups]
+def inputs(trees: Iterable[AbstractTree]) -> list[list[Any]]:
+    """The flat leaves of abstract trees, with fake tensors; call inside ``mode()``."""
+    return [abstract.map(empty) for abstract in trees]
 
 
 def make_graph(joint: Any, flat: Sequence[torch.Tensor]) -> fx.GraphModule:

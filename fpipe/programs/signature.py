@@ -7,58 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import tree
 from ..errors import StageError
 from ..stage import Stage
-from ..tree import Aval
+from ..tree import AbstractTree, Aval
 from . import _fake
 from ._purity import watching
 
 
-@dataclass(frozen=True)
-class Signature:
-    """What a trace depends on: structures, avals of the tensors and the values of all other leaves."""
+class Signature(NamedTuple):
+    """What a trace depends on: the abstract arguments of a stage function."""
 
-    specs: tuple[tree.Spec, ...]  # params, x, side, state
-    leaves: tuple[tuple[Any, ...], ...]  # Aval, or (type, value) of a leaf that is no tensor
+    params: AbstractTree
+    x: AbstractTree
+    side: AbstractTree
+    state: AbstractTree
 
-    @classmethod
-    def of(cls, trees: Sequence[Any], grads: Sequence[Sequence[bool]]) -> Signature:
-        """The signature of (params, x, side, state); ``grads`` says which leaves of params and x want a gradient."""
-        flat = [tree.flatten(t) for t in trees]
-        wanted = [*grads, *([False] * len(leaves) for leaves, _ in flat[2:])]
-        return cls(
-            tuple(spec for _, spec in flat),
-            tuple(
-                tuple(map(_aval, leaves, flags))
-                for (leaves, _), flags in zip(flat, wanted, strict=True)
-            ),
-        )  # fmt: skip
-
-
-def _aval(leaf: Any, grad: bool) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return Aval.like(leaf, grad and tree.is_floating(leaf))
-    return tree.static(leaf)
-
-
-def wants(signature: Signature) -> str:
-    """Parameters and input of a signature, for a message."""
-    return "(" + "; ".join(map(_words, filter(None, signature.leaves[:2]))) + ")"
-
-
-def _words(group: Sequence[Any]) -> str:
-    """The first leaves of a group, and how many more there are."""
-    more = [f"and {len(group) - 6} more"] if len(group) > 7 else []
-    return ", ".join([*map(_word, group[: 6 if more else 7]), *more])
-
-
-def _word(leaf: Any) -> str:
-    return str(leaf) if isinstance(leaf, Aval) else repr(leaf[1])
+    def __str__(self) -> str:
+        """Parameters and input, for messages."""
+        return "(" + "; ".join(str(argument) for argument in self[:2] if argument.leaves) + ")"
 
 
 @dataclass(frozen=True)
@@ -77,7 +48,7 @@ def outputs_of(stage: Stage, signature: Signature) -> Outputs:
     """What a function returns, told by a run on fake tensors: no data, no effect on any tensor."""
     for copies in (False, True):
         with _fake.mode():
-            groups = _fake.inputs(signature.leaves)
+            groups = _fake.inputs(signature)
             try:
                 with watching(stage.label):
                     y, aux, state = call(stage, signature, groups, copies)
@@ -132,7 +103,7 @@ def _check_state(stage: Stage, leaves: Sequence[Any]) -> None:
 
 def call(stage: Stage, signature: Signature, groups: Sequence[Sequence[Any]], copies: bool) -> tuple[Any, Any, Any]:
     """The user's function on flat leaves: (y, aux, state)."""
-    p, x, side, state = (tree.unflatten(spec, group) for spec, group in zip(signature.specs, groups, strict=True))
+    p, x, side, state = (tree.unflatten(t.spec, group) for t, group in zip(signature, groups, strict=True))
     with torch.enable_grad():
         if copies:
             x = tree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, x)

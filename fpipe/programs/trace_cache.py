@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import StageError
 from ..stage import Stage
-from ..tree import Aval
+from ..tree import Aval, Static
 from .signature import Signature
 from .stage_programs import Programs
 
@@ -74,7 +74,7 @@ def _look_after(store: _Traces, stage: Stage, key: tuple[Any, ...]) -> None:
     if len(alike) >= ALIKE:
         store.told = True
         group, index = _differing(alike)
-        seen = ", ".join(repr(other.leaves[group][index][1]) for other in alike[-3:])
+        seen = ", ".join(str(other[group].leaves[index]) for other in alike[-3:])
         what = ("the parameters", "the input", "the side inputs", "the state")[group]
         warnings.warn(
             f"stage {stage.label} was traced {ALIKE} times for the same shapes, since a Python value in {what} was "
@@ -85,11 +85,10 @@ def _look_after(store: _Traces, stage: Stage, key: tuple[Any, ...]) -> None:
 
 
 def _without_numbers(signature: Signature) -> Any:
-    return signature.specs, tuple(tuple(a if isinstance(a, Aval) else a[0] for a in g) for g in signature.leaves)
+    return [(t.spec, [a if isinstance(a, Aval) else a.type for a in t.leaves]) for t in signature]
 
 
 def _differing(alike: list[Signature]) -> tuple[int, int]:
     """The leaf with the most values."""
-    first = alike[0].leaves
-    places = [(g, i) for g, group in enumerate(first) for i, leaf in enumerate(group) if not isinstance(leaf, Aval)]
-    return max(places, key=lambda place: len({other.leaves[place[0]][place[1]] for other in alike}))
+    places = [(g, i) for g, t in enumerate(alike[0]) for i, leaf in enumerate(t.leaves) if isinstance(leaf, Static)]
+    return max(places, key=lambda place: len({other[place[0]].leaves[place[1]] for other in alike}))

@@ -16,7 +16,7 @@ from torch import fx
 from .. import tree
 from ..errors import FpipeError, TraceError
 from ..stage import Stage, as_stage
-from ..tree import Aval
+from ..tree import AbstractTree, Aval
 from . import _fake
 from ._marks import collecting, followed
 from ._purity import spell_out
@@ -24,7 +24,7 @@ from .autocast import ambient, without_autocast
 from .compilation import compiled
 from .eager.engine import eager_programs
 from .program import Program, draws
-from .signature import Outputs, Signature, call, outputs_of, wants
+from .signature import Outputs, Signature, call, outputs_of
 from .simplify import shorten
 from .stage_programs import Held, Programs, named
 from .trace_cache import kept
@@ -40,8 +40,8 @@ def trace(fn: Callable[..., Any] | Stage, params: Any, x: Any, *, state: Any = N
     >>> dparams.shape
     torch.Size([2, 2])
     """
-    grads = [[tree.is_floating(leaf) for leaf in tree.leaves(t)] for t in (params, x)]
-    return programs_of(as_stage(fn), Signature.of((params, x, side, state), grads))
+    of = AbstractTree.of
+    return programs_of(as_stage(fn), Signature(of(params, True), of(x, True), of(side), of(state)))
 
 
 def programs_of(stage: Stage, signature: Signature) -> Programs:
@@ -53,7 +53,7 @@ def programs_of(stage: Stage, signature: Signature) -> Programs:
 
 
 def _trace(stage: Stage, signature: Signature) -> Programs:
-    wrapped = [a for group in signature.leaves for a in group if isinstance(a, Aval) and a.kind is not None]
+    wrapped = [a for argument in signature for a in argument.avals.values() if a.kind is not None]
     if wrapped:
         raise TraceError(
             f"stage {stage.label} is given a {wrapped[0]}, and a trace sees through no wrapper; run it with "
@@ -67,7 +67,7 @@ def _trace(stage: Stage, signature: Signature) -> Programs:
     except FpipeError:
         raise
     except Exception as error:
-        raise _fake.explain(error, stage.label, wants(signature)) from error
+        raise _fake.explain(error, stage.label, str(signature)) from error
     return _cut(stage, signature, made, graph)
 
 
@@ -75,7 +75,7 @@ def _joint_graph(stage: Stage, signature: Signature, made: Outputs) -> fx.GraphM
     """Trace outputs and gradients as one graph. Its inputs: params, x, side, state, cotangents (tensors alone)."""
     fake_mode = _fake.mode()
     with fake_mode:
-        groups = _fake.inputs(signature.leaves)
+        groups = _fake.inputs(signature)
         cotangents = [_fake.empty(a) for a in _cotangent_avals(made)]
     slots = [(g, i) for g, group in enumerate(groups) for i, leaf in enumerate(group) if tree.is_tensor(leaf)]
     count = len(slots)
@@ -88,8 +88,7 @@ def _joint_graph(stage: Stage, signature: Signature, made: Outputs) -> fx.GraphM
             y, aux, state = call(stage, signature, given, made.copies)
         ys = [leaf for leaf in tree.leaves(y) if tree.is_tensor(leaf)]
         ends = [leaf for leaf in (*ys, *([] if aux is None else [aux])) if leaf.requires_grad]
-        wrt = [v for group, avals in zip(given[:2], signature.leaves[:2], strict=True)
-               for v, a in zip(group, avals, strict=True) if isinstance(a, Aval) and a.grad]  # fmt: skip
+        wrt = [given[g][i] for g in (0, 1) for i in signature[g].wanted]
         if not ends or not wrt:
             return (*ys, *([] if aux is None else [aux]), *tree.leaves(state), *([None] * len(wrt)))
         with without_autocast(), followed(ends, marks):
@@ -127,10 +126,10 @@ def _cut(stage: Stage, signature: Signature, made: Outputs, graph: fx.GraphModul
     y_tensors = [j for j, a in enumerate(made.y) if isinstance(a, Aval)]
     ys, rest = returned[: len(y_tensors)], returned[len(y_tensors) :]
     aux, rest = (rest[0], rest[1:]) if made.aux is not None else (None, rest)
-    wanted = [(g, i) for g in (0, 1) for i, a in enumerate(signature.leaves[g]) if isinstance(a, Aval) and a.grad]
+    wanted = [(g, i) for g in (0, 1) for i in signature[g].wanted]
     new_state, grads = rest[: len(rest) - len(wanted)], rest[len(rest) - len(wanted) :]
-    dps: list[fx.Node | None] = [None] * len(signature.leaves[0])
-    dxs: list[fx.Node | None] = [None] * len(signature.leaves[1])
+    dps: list[fx.Node | None] = [None] * len(signature.params.leaves)
+    dxs: list[fx.Node | None] = [None] * len(signature.x.leaves)
     for (g, i), node in zip(wanted, grads, strict=True):
         (dps, dxs)[g][i] = node
     nodes = tuple(n for n in graph.graph.nodes if n.op in ("placeholder", "call_function"))
@@ -147,7 +146,7 @@ def _cut(stage: Stage, signature: Signature, made: Outputs, graph: fx.GraphModul
         )
     )
     f, b, i, w = (
-        _program(letter, piece, constants, stage, f"{stage.label} {wants(signature)}")
+        _program(letter, piece, constants, stage, f"{stage.label} {signature}")
         for letter, piece in zip("FBIW", (pieces.forward, pieces.backward, pieces.backward_input,
                                           pieces.backward_weight), strict=True)
     )  # fmt: skip
@@ -157,7 +156,7 @@ def _cut(stage: Stage, signature: Signature, made: Outputs, graph: fx.GraphModul
         y_names[j] = node.name
     return Programs(
         f=f, b=b, i=i, w=w,
-        counts=tuple(len(group) for group in signature.leaves),  # type: ignore[arg-type]
+        counts=tuple(len(argument.leaves) for argument in signature),  # type: ignore[arg-type]
         y_spec=made.y_spec,
         y_static={j: a for j, a in enumerate(made.y) if not isinstance(a, Aval)},
         ys=tuple(y_names),

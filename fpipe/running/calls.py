@@ -18,12 +18,12 @@ from .. import tree
 from ..errors import BatchError, StageError
 from ..plans.sharding import Layout
 from ..programs.autocast import ambient, without_autocast
-from ..tree import matches
+from ..tree import AbstractTree, matches
 from .debugging import check, check_leaks, debugging
 from .feed import Feeder, Values, check_devices, weights
 from .loop import Executable, drive, execute, registers
 from .microbatches import Microbatches, Parts, count, merge, split
-from .prepare import AbstractTree, Request, Resolved, resolve
+from .prepare import Request, Resolved, resolve
 from .results import Results, collect, output_tree
 from .scalars import added
 
@@ -112,8 +112,8 @@ class Call:
         debug = self.pipe.debugging or debugging()
         key = (
             self.mode, self.wanted, self.has_aux, self.each is None, self.number, debug, ambient(),
-            tuple((spec, *map(tree.aval, leaves)) for leaves, spec in self.leaves.values()),
-            tuple((spec, *map(tree.aval, leaves)) for leaves, spec in self.state_leaves.values()),
+            tuple((spec, *map(tree.cache_key, leaves)) for leaves, spec in self.leaves.values()),
+            tuple((spec, *map(tree.cache_key, leaves)) for leaves, spec in self.state_leaves.values()),
             self.x.signature(), tuple(t.signature() for t in self.targets),
             tuple((name, part.signature()) for name, part in self.sides.items()),
         )  # fmt: skip

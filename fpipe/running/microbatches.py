@@ -138,8 +138,8 @@ class Parts:
     def signature(self) -> tuple[Any, ...]:
         """Everything about the shapes that plans depend on, beside the number of parts."""
         if self.uniform:
-            return (self.specs[0], *map(tree.aval, self._leaves))
-        return tuple((spec, *map(tree.aval, row)) for spec, row in zip(self.specs, self.rows, strict=True))
+            return (self.specs[0], *map(tree.cache_key, self._leaves))
+        return tuple((spec, *map(tree.cache_key, row)) for spec, row in zip(self.specs, self.rows, strict=True))
 
 
 def merge(parts: Sequence[Any]) -> Any:

@@ -28,39 +28,11 @@ from ..programs.tracing import Signature, programs_of
 from ..schedule import Schedule
 from ..specs import Spec, contiguous
 from ..stage import Stage
-from ..tree import Aval
+from ..tree import AbstractTree, Aval, Static
 from .handshake import agree, tag_of, together
 from .loop import Check, Executable, Options, bind
 
-Leaf = Any  # an Aval, or (type, value)
 _NOTHING = tree.flatten(None)[1]
-
-
-@dataclass(frozen=True)
-class AbstractTree:
-    """Leaves of one pytree with its structure."""
-
-    spec: tree.Spec
-    leaves: tuple[Leaf, ...]
-
-    @classmethod
-    def of(cls, value: Any, grads: Sequence[bool] | bool = False) -> AbstractTree:
-        """Abstract a pytree; ``grads`` marks the leaves that want a gradient."""
-        flat, spec = tree.flatten(value)
-        return cls.flat(spec, flat, grads)
-
-    @classmethod
-    def flat(cls, spec: tree.Spec, leaves: Sequence[Any], grads: Sequence[bool] | bool = False) -> AbstractTree:
-        """The same from leaves."""
-        flags = [grads] * len(leaves) if isinstance(grads, bool) else grads
-        return cls(spec, tuple(abstract(leaf, flag) for leaf, flag in zip(leaves, flags, strict=True)))
-
-
-def abstract(leaf: Any, grad: bool = False) -> Leaf:
-    """A leaf as a trace sees it."""
-    if isinstance(leaf, torch.Tensor):
-        return Aval.like(leaf, grad and tree.is_floating(leaf))
-    return tree.static(leaf)
 
 
 @dataclass(frozen=True)
@@ -206,7 +178,7 @@ class _Kind:
             return self.x
         face = self.interfaces[-1]
         static = dict(face.y_static)
-        leaves = tuple(_leaf(static[j]) if a is None else a for j, a in enumerate(face.y_avals))
+        leaves = tuple(Static.of(static[j]) if a is None else a for j, a in enumerate(face.y_avals))
         return AbstractTree(face.y_spec, leaves)
 
     def advance(self) -> bool:
@@ -265,18 +237,13 @@ class _Kind:
         return ProgramSet(self.graph(), {s: self.programs[s, device] for s in held}, self.loss)
 
 
-def _leaf(value: Any) -> Leaf:
-    return tree.static(value)
-
-
 def _paths(spec: tree.Spec) -> tuple[str, ...]:
     return tuple(".".join(map(str, path)) for path in spec.paths())
 
 
 def _programs(stage: Stage, groups: Sequence[AbstractTree], device: torch.device, index: int | None) -> Programs:
-    leaves = tuple(tuple(_on(leaf, device) for leaf in group.leaves) for group in groups)
     try:
-        return programs_of(stage, Signature(tuple(g.spec for g in groups), leaves))
+        return programs_of(stage, Signature(*(group.on(device) for group in groups)))
     except StageError as error:
         if getattr(error, "told", False):
             raise
@@ -293,12 +260,6 @@ def _told(text: str, params: AbstractTree, index: int | None) -> str:
     hints = ["its parameters are None: give params one entry per stage"] if params.spec == _NOTHING else []
     hints += [f"its input is what stage {index - 1} returns"] if index else []
     return f"stage {index}: {text}" + (f" ({'; '.join(hints)})" if hints else "")
-
-
-def _on(leaf: Leaf, device: torch.device) -> Leaf:
-    if isinstance(leaf, Aval) and leaf.device != device:
-        return leaf._replace(device=device)
-    return leaf
 
 
 def _exchange(recipe: Config, request: Request, kinds: Sequence[_Kind]) -> None:

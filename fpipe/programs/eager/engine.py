@@ -27,7 +27,7 @@ from ...stage import Remat, Stage
 from ...tree import Aval
 from ..autocast import ambient, under
 from ..program import Program
-from ..signature import Signature, wants
+from ..signature import Signature
 from ..stage_programs import Held, Programs
 from .autograd_split import GradientEdge, Grads, Kept, both, get_gradient_edge, of_inputs, of_weights, survey
 from .shape_probe import StageFacts, record, refuse_captured, refuse_writes, rehearse
@@ -38,7 +38,8 @@ def eager_programs(stage: Stage, signature: Signature) -> Programs:
 
     >>> def clipped(p, x):
     ...     return x @ p if x.norm().item() > 1 else x * p.sum()
-    >>> signature = Signature.of((torch.eye(2), torch.ones(1, 2), {}, None), ([True], [True]))
+    >>> of = AbstractTree.of
+    >>> signature = Signature(of(torch.eye(2), True), of(torch.ones(1, 2), True), of({}), of(None))
     >>> own = eager_programs(Stage(clipped, engine="eager"), signature)
     >>> y, saved = own.forward(torch.eye(2), torch.ones(1, 2))
     >>> own.backward(saved, torch.ones(1, 2))
@@ -76,24 +77,22 @@ class _Engine:
     def __init__(self, stage: Stage, signature: Signature, told: StageFacts):
         self.stage, self.signature, self.told = stage, signature, told
         self.made, self.around = told.outputs, ambient()
-        p, x = signature.leaves[:2]
-        self.dps = {i: f"dp{i}" for i, a in enumerate(p) if isinstance(a, Aval) and a.grad}
-        self.dxs = {i: f"dx{i}" for i, a in enumerate(x) if isinstance(a, Aval) and a.grad}
+        self.dps = {i: f"dp{i}" for i in signature.params.wanted}
+        self.dxs = {i: f"dx{i}" for i in signature.x.wanted}
         self.trained = bool(self.dps or self.dxs)
         self.ys = {j: f"x{told.passed[j]}" if j in told.passed else f"y{j}"
                    for j, a in enumerate(self.made.y) if isinstance(a, Aval)}  # fmt: skip
         self.dys = {j: f"dy{j}" for j in self.ys if self.trained and self.made.y[j].grad}
         self.daux = self.made.aux if self.trained and self.made.aux is not None and self.made.aux.grad else None
         self.cotangents = (*self.dys.values(), *(["daux"] if self.daux is not None else []))
-        every = [(g, i, a) for g, group in enumerate(signature.leaves) for i, a in enumerate(group)]
-        self.slots = [(g, i) for g, i, a in every if isinstance(a, Aval)]
-        self.devices = sorted({a.device for _, _, a in every if isinstance(a, Aval)}, key=str)
+        self.slots = [(g, i) for g, argument in enumerate(signature) for i in argument.avals]
+        self.devices = sorted({a.device for argument in signature for a in argument.avals.values()}, key=str)
         self.checked = False
 
     # ---- F ------------------------------------------------------------------------------------------------------
     def forward(self, box: list[Any]) -> tuple[Any, ...]:
         """F: outputs, auxiliary scalar, new state, and the tape."""
-        groups = [[None if isinstance(leaf, Aval) else leaf[1] for leaf in group] for group in self.signature.leaves]
+        groups = [argument.map(lambda aval: None) for argument in self.signature]
         for (g, i), value in zip(self.slots, box, strict=True):
             groups[g][i] = value
         box.clear()
@@ -109,8 +108,8 @@ class _Engine:
     def _record(self, groups: list[list[Any]], wanted: bool) -> tuple[tuple[Any, ...], Tape]:
         """Run the function on leaves of its own; check and detach what it returns."""
         versions = _versions(groups)
-        leaves = [[_leaf(t, a, wanted) for t, a in zip(group, avals, strict=True)]
-                  for group, avals in zip(groups[:3], self.signature.leaves, strict=False)]  # fmt: skip
+        leaves = [[_leaf(t, a, wanted) for t, a in zip(group, argument.leaves, strict=True)]
+                  for group, argument in zip(groups[:3], self.signature, strict=False)]  # fmt: skip
         state = [t.clone() if isinstance(t, torch.Tensor) else t for t in groups[3]]
         hooks = RemovableHandle.next_id
         with under(self.around):
@@ -234,11 +233,11 @@ class _Engine:
                 total.add_(gradient)
 
     def _input_grads(self, dxs: Grads) -> tuple[torch.Tensor, ...]:
-        avals = self.signature.leaves[1]
+        avals = self.signature.x.leaves
         return tuple(_zeros(avals[i]) if dxs[i] is None else _dense(dxs[i]) for i in self.dxs)  # type: ignore[arg-type]
 
     def _weight_grads(self, dps: Grads) -> tuple[torch.Tensor, ...]:
-        avals = self.signature.leaves[0]
+        avals = self.signature.params.leaves
         return tuple(_nothing(avals[i]) if dps[i] is None else dps[i] for i in self.dps)  # type: ignore[misc]
 
     # ---- all together -------------------------------------------------------------------------------------------
@@ -260,8 +259,8 @@ class _Engine:
         into = [f"g{i}" for i in self.dps]
         adding = {"B": self._program("B", b.run, [*back, *into], dxs),
                   "W": self._program("W", w.run, [*w.inputs, *into], ())}  # fmt: skip
-        counts = tuple(map(len, self.signature.leaves))
-        dx_avals = {self.dxs[i]: self.told.dx.get(i, self.signature.leaves[1][i]) for i in self.dxs}
+        counts = tuple(len(argument.leaves) for argument in self.signature)
+        dx_avals = {self.dxs[i]: self.told.dx.get(i, self.signature.x.leaves[i]) for i in self.dxs}
         return Programs(
             f=f, b=b, i=i, w=w, counts=counts,  # type: ignore[arg-type]
             y_spec=made.y_spec,
@@ -280,13 +279,13 @@ class _Engine:
     def _program(self, letter: str, run: Any, inputs: Sequence[str], outputs: Sequence[str]) -> Program:
         text = f"# {letter} of {self.stage.label}, on autograd: ({', '.join(inputs)}) -> ({', '.join(outputs)})\n"
         program = Program(letter, text, run, inputs, outputs, random=letter == "F")
-        program.of = f"{self.stage.label} {wants(self.signature)}"
+        program.of = f"{self.stage.label} {self.signature}"
         return program
 
     def _memory(self, dx_avals: Mapping[str, Aval]) -> dict[str, Held]:
         known = {name: self.made.y[j] for j, name in self.ys.items() if name[0] == "y"} | dict(dx_avals)
         known |= {f"s{i}": aval for i, aval in enumerate(self.made.state)}
-        known |= {name: self.signature.leaves[0][i] for i, name in self.dps.items()}
+        known |= {name: self.signature.params.leaves[i] for i, name in self.dps.items()}
         memory = {name: Held(name, aval.nbytes) for name, aval in known.items()}
         for name, nbytes in (("ctx", self.told.saved), ("kept", self.told.kept)):
             if nbytes is not None:

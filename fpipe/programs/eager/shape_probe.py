@@ -22,7 +22,7 @@ from ...stage import RECORDING, Remat, Stage
 from ...tree import Aval, parts
 from .. import _fake
 from .._purity import guarding, is_fake, watching
-from ..signature import Outputs, Signature, call, outputs_from, wants
+from ..signature import Outputs, Signature, call, outputs_from
 from .autograd_split import GradientEdge, Node, all_nodes, both, get_gradient_edge, saved_tensors, survey
 
 
@@ -51,7 +51,7 @@ def rehearse(stage: Stage, signature: Signature) -> StageFacts:
     with _random_as_before(signature):
         try:
             with _fake.quiet(), _fake.mode():
-                return _learn(stage, signature, lambda: _fake.inputs(signature.leaves), lambda _: watching(stage.label))
+                return _learn(stage, signature, lambda: _fake.inputs(signature), lambda _: watching(stage.label))
         except FpipeError:
             raise
         except Exception as error:
@@ -69,18 +69,18 @@ def _by_likeness(stage: Stage, signature: Signature) -> StageFacts:
     like = replace(stage, fn=stage.like, like=None, name=f"{stage.label} (its like=)")
     try:
         with _fake.quiet(), _fake.mode():
-            groups = _fake.inputs(signature.leaves)
+            groups = _fake.inputs(signature)
             made = outputs_from(like, *call(like, signature, groups, False), False)
     except FpipeError:
         raise
     except Exception as error:
-        raise _fake.explain(error, like.label, wants(signature)) from error
+        raise _fake.explain(error, like.label, str(signature)) from error
     return _cautious(StageFacts(made), signature)
 
 
 def _cautious(told: StageFacts, signature: Signature) -> StageFacts:
     """What holds whichever way a function takes: every floating output may carry a gradient, none is an input."""
-    trained = any(isinstance(a, Aval) and a.grad for group in signature.leaves[:2] for a in group)
+    trained = bool(signature.params.wanted or signature.x.wanted)
     made = told.outputs
     y = tuple(_wanting(a, trained) if isinstance(a, Aval) else a for a in made.y)
     aux = None if made.aux is None else _wanting(made.aux, trained)
@@ -88,15 +88,15 @@ def _cautious(told: StageFacts, signature: Signature) -> StageFacts:
 
 
 def _wanting(aval: Aval, trained: bool) -> Aval:
-    return aval._replace(grad=trained and (aval.dtype.is_floating_point or aval.dtype.is_complex))
+    return aval._replace(grad=trained and aval.differentiable)
 
 
 def _unknown(stage: Stage, signature: Signature, fake: Exception, real: Exception) -> Exception:
     """A function that runs neither on fake tensors nor on made-up numbers: wrong, or in need of ``like=``."""
     if isinstance(_fake.explain(fake, stage.label, ""), ActionError):
-        return _fake.explain(real, stage.label, wants(signature))
+        return _fake.explain(real, stage.label, str(signature))
     return StageError(
-        f"what stage {stage.label} {wants(signature)} returns cannot be found out: it looks at its data, and on "
+        f"what stage {stage.label} {signature} returns cannot be found out: it looks at its data, and on "
         f"made-up numbers it raised {type(real).__name__}{_fake.where(real)}: {real}\n"
         'say what it returns: fpipe.Stage(fn, engine="eager", like=lambda p, x: x), with a function of the same '
         "arguments that returns something of the same structure, shapes and dtypes"
@@ -222,18 +222,17 @@ def _tensors(groups: Sequence[Sequence[Any]]) -> Iterator[torch.Tensor]:
 
 def _made_up(signature: Signature) -> list[list[Any]]:
     """Floating numbers between 0 and 1, integers 0, masks true; leaves that are no tensors as they are."""
-    return [[_numbers(leaf) if isinstance(leaf, Aval) else leaf[1] for leaf in group] for group in signature.leaves]
+    return [argument.map(_numbers) for argument in signature]
 
 
 def _numbers(aval: Aval) -> torch.Tensor:
     tensor = aval.build(_plain_numbers)
-    floating = aval.dtype.is_floating_point or aval.dtype.is_complex
-    return tensor.requires_grad_(aval.grad) if floating else tensor
+    return tensor.requires_grad_(aval.grad) if aval.differentiable else tensor
 
 
 def _plain_numbers(aval: Aval) -> torch.Tensor:
     tensor = torch.empty_strided(aval.shape, aval.stride, dtype=aval.dtype, device=aval.device)
-    if aval.dtype.is_floating_point or aval.dtype.is_complex:
+    if aval.differentiable:
         with torch.no_grad():
             parts = torch.view_as_real(tensor) if aval.dtype.is_complex else tensor
             parts.uniform_(generator=torch.Generator(aval.device).manual_seed(0))
@@ -245,7 +244,7 @@ def _plain_numbers(aval: Aval) -> torch.Tensor:
 def _random_as_before(signature: Signature) -> Iterator[None]:
     """Put Python's and torch's random streams back."""
     before = random.getstate()
-    devices = {a.device for group in signature.leaves for a in group if isinstance(a, Aval)}
+    devices = {a.device for argument in signature for a in argument.avals.values()}
     kinds = {d.type for d in devices} - {"cpu", "meta"}
     fork = nullcontext()
     if kinds:
