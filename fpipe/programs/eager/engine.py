@@ -38,9 +38,8 @@ def eager_programs(stage: Stage, signature: Signature) -> Programs:
 
     >>> def clipped(p, x):
     ...     return x @ p if x.norm().item() > 1 else x * p.sum()
-    >>> of = AbstractTree.of
-    >>> signature = Signature(of(torch.eye(2), True), of(torch.ones(1, 2), True), of({}), of(None))
-    >>> own = eager_programs(Stage(clipped, engine="eager"), signature)
+    >>> from fpipe import trace
+    >>> own = trace(Stage(clipped, engine="eager"), torch.eye(2), torch.ones(1, 2))
     >>> y, saved = own.forward(torch.eye(2), torch.ones(1, 2))
     >>> own.backward(saved, torch.ones(1, 2))
     (tensor([[1., 1.]]), tensor([[1., 1.], [1., 1.]]))
