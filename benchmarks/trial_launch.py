@@ -39,10 +39,10 @@ def by_torchrun(options: list[str]) -> str:
 
 def by_two_hosts(options: list[str]) -> str:
     """Two processes in each of two network namespaces."""
-    import two_hosts  # beside the tests, which share it
+    import network_namespaces  # beside the tests, which share it
 
-    with two_hosts.two_hosts():
-        nodes = two_hosts.torchrun([SCRIPT, *options], timeout=400, env=ENV)
+    with network_namespaces.two_namespaces():
+        nodes = network_namespaces.torchrun([SCRIPT, *options], timeout=400, env=ENV)
     if any(code for code, _, _ in nodes):
         raise RuntimeError("\n".join(err[-2000:] for _, _, err in nodes))
     return "".join(out for _, out, _ in nodes)

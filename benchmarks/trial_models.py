@@ -25,7 +25,7 @@ from fpipe.collectives.shared_memory.nearby import SWITCH
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
-from decoders import ACCEPTANCE, MICROBATCHES, Verdict, against_unsplit, verdict  # pyright: ignore[reportMissingImports]
+from huggingface_decoders import ACCEPTANCE, MICROBATCHES, Verdict, against_unsplit, verdict  # pyright: ignore[reportMissingImports]
 from schedule_table import TABLE, Case  # pyright: ignore[reportMissingImports]
 
 WAYS = ("here", "memory", "sockets")

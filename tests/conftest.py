@@ -1,4 +1,4 @@
-"""What every test shares: one thread per process, repeatable hypothesis runs, golden files, a word where no GPU is."""
+"""Configuration of all tests: one thread per process, repeatable hypothesis runs, golden files, GPU tests."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: small tensors, and tests run side by side
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # before torch is imported: the tensors are small, and tests run in parallel
 
-hypothesis.settings.register_profile("house", deadline=None, derandomize=True, print_blob=True)
-hypothesis.settings.load_profile("house")
+hypothesis.settings.register_profile("fpipe", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("fpipe")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs an accelerator where there is none, without importing torch for the rest."""
-    wanting = [item for item in items if item.get_closest_marker("gpu")]
-    if not wanting:
+    """Skip tests that need an accelerator on machines without one; import torch only if there are such tests."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
         return
     import torch
 
     if not torch.accelerator.is_available():
-        for item in wanting:
+        for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="no accelerator on this machine"))
 
 
 # ---- golden files ---------------------------------------------------------------------------------------------------
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The one flag that rewrites golden files."""
-    parser.addoption("--update-golden", action="store_true", help="write what is made over the files it is held to")
+    """Add the flag that rewrites golden files."""
+    parser.addoption("--update-golden", action="store_true", help="write the current output to the golden files")
 
 
 @pytest.fixture
@@ -42,18 +44,21 @@ def update_golden(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def golden(update_golden: bool) -> Callable[..., None]:
-    """Hold what was made to a file of the repository, or write it there."""
+    """Compare a text with a file of the repository, or write it there."""
 
-    def hold(path: Path, made: str, update: bool = update_golden) -> None:
-        kept = path.read_text(encoding="utf-8") if path.exists() else ""
-        if kept == made:
+    def compare(path: Path, actual: str, update: bool = update_golden) -> None:
+        expected = path.read_text(encoding="utf-8") if path.exists() else ""
+        if expected == actual:
             return
         if update:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(made, encoding="utf-8")
+            path.write_text(actual, encoding="utf-8")
             return
-        lines = difflib.unified_diff(kept.splitlines(), made.splitlines(), "kept", "made", lineterm="", n=1)
-        told = "\n".join(line[:160] for line in islice(lines, 30))
-        pytest.fail(f"{path.name} is not what is made now; if that is meant: make golden\n{told}", pytrace=False)
+        lines = difflib.unified_diff(expected.splitlines(), actual.splitlines(), "file", "actual", lineterm="", n=1)
+        diff = "\n".join(line[:160] for line in islice(lines, 30))
+        pytest.fail(
+            f"{path.name} differs from the current output; if the change is intended: make golden\n{diff}",
+            pytrace=False,
+        )
 
-    return hold
+    return compare

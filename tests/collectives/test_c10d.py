@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import hostile
+import faulty_backends
 from fpipe import launch
 from fpipe.collectives.c10d import C10dGroup
 from fpipe.collectives.group import Group
@@ -69,12 +69,12 @@ def test_gloo_conforms(ranks: int, shared: str):
 def _hostile() -> dict[str, tuple[object, object, object]]:
     """profile -> (what came of the raw call, what came of the suite through fpipe, where the doctor was surprised)."""
     dist.init_process_group("gloo")
-    hostile.register()
+    faulty_backends.register()
     rank = dist.get_rank()
     found = {}
-    for profile in hostile.PROFILES:
+    for profile in faulty_backends.PROFILES:
         name = profile.__name__.lower()
-        through = adopt(dist.new_group(backend=name), timeout=20, capabilities=hostile.capabilities(profile))  # type: ignore[arg-type]
+        through = adopt(dist.new_group(backend=name), timeout=20, capabilities=faulty_backends.capabilities(profile))  # type: ignore[arg-type]
         try:
             adapted: object = len(conform(through))
         except Exception as error:
@@ -84,7 +84,7 @@ def _hostile() -> dict[str, tuple[object, object, object]]:
         through.close()
         raw = dist.new_group(backend=name)  # of its own: some never recover
         try:
-            found[name] = hostile.RAW[profile](raw, rank), adapted, seen  # type: ignore[arg-type]
+            found[name] = faulty_backends.RAW[profile](raw, rank), adapted, seen  # type: ignore[arg-type]
         except RuntimeError as error:
             found[name] = str(error), adapted, seen
         dist.barrier()
@@ -97,7 +97,7 @@ def hostilities() -> list[dict[str, tuple[object, object, object]]]:
 
 
 @pytest.mark.xdist_group("c10d")
-@pytest.mark.parametrize("profile", [profile.__name__.lower() for profile in hostile.PROFILES])
+@pytest.mark.parametrize("profile", [profile.__name__.lower() for profile in faulty_backends.PROFILES])
 def test_hostile_backends_are_right_through_fpipe_and_wrong_without(hostilities, profile: str):
     raw = [found[profile][0] for found in hostilities]
     adapted = [found[profile][1] for found in hostilities]
@@ -108,12 +108,12 @@ def test_hostile_backends_are_right_through_fpipe_and_wrong_without(hostilities,
 
 def test_raw_calls_are_right_on_gloo():
     """Else the test above would blame a profile for a raw call that is wrong by itself."""
-    assert launch(_raw_on_gloo, ranks=2, timeout=60) == [[True] * len(hostile.RAW)] * 2
+    assert launch(_raw_on_gloo, ranks=2, timeout=60) == [[True] * len(faulty_backends.RAW)] * 2
 
 
 def _raw_on_gloo() -> list[bool]:
     dist.init_process_group("gloo")
-    return [call(dist.group.WORLD, dist.get_rank()) for call in hostile.RAW.values()]
+    return [call(dist.group.WORLD, dist.get_rank()) for call in faulty_backends.RAW.values()]
 
 
 # ---- init -----------------------------------------------------------------------------------------------------------

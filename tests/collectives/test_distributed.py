@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import fpipe
-import spmd
+import training_steps
 from fpipe.collectives.shared_memory.nearby import SWITCH
 from fpipe.testing import run
 from schedule_table import TABLE
@@ -26,12 +26,12 @@ SEEDS = int(os.environ.get("FPIPE_SEEDS", "2"))
 
 @cache
 def local(name: str, ranks: int) -> dict[Any, str]:
-    return spmd.steps(fpipe.local(ranks), name, PLANS)
+    return training_steps.steps(fpipe.local(ranks), name, PLANS)
 
 
 @pytest.fixture(scope="module")
 def on_gloo() -> dict[int, list[dict[str, dict[Any, str]]]]:
-    return {ranks: fpipe.launch(spmd.many, NAMES, PLANS, ranks=ranks, timeout=110) for ranks in (2, 4)}
+    return {ranks: fpipe.launch(training_steps.steps_under, NAMES, PLANS, ranks=ranks, timeout=110) for ranks in (2, 4)}
 
 
 @pytest.mark.xdist_group("launched")
@@ -51,7 +51,7 @@ def test_fake_worlds_give_the_bits_of_the_local_group(name: str, order: str):
     """Under any order of delivery, and where every send blocks. FPIPE_SEEDS=200 plays as many worlds."""
     for seed in range(SEEDS):
         whole: dict[Any, str] = {}
-        for part in run(lambda group: spmd.steps(group, name, PLANS[:2]), 4, order=order, seed=seed):
+        for part in run(lambda group: training_steps.steps(group, name, PLANS[:2]), 4, order=order, seed=seed):
             whole |= part
         assert whole == {key: value for key, value in local(name, 4).items() if key[1] < 2}, f"seed {seed}"
 
@@ -59,7 +59,7 @@ def test_fake_worlds_give_the_bits_of_the_local_group(name: str, order: str):
 @pytest.fixture(scope="module", params=[2, 4])
 def under_torchrun(request) -> tuple[int, dict[str, str]]:
     """The same table through sockets, which is what processes of several hosts have."""
-    script, ranks = Path(spmd.__file__), request.param
+    script, ranks = Path(training_steps.__file__), request.param
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(script)]
     paths = os.pathsep.join([str(script.parent), str(script.parent.parent)])
     done = subprocess.run(

@@ -9,22 +9,22 @@ from pathlib import Path
 import pytest
 
 import fpipe
-import spmd
-import two_hosts
+import network_namespaces
+import training_steps
 
 
 @pytest.mark.timeout(240)  # six interpreters start
 def test_two_hosts_give_the_bits_of_one_process():
-    script = Path(spmd.__file__)
+    script = Path(training_steps.__file__)
     paths = os.pathsep.join([str(script.parent), str(script.parent.parent)])
     try:
-        with two_hosts.two_hosts():
-            nodes = two_hosts.torchrun([str(script), "ZBVZeroBubble"], timeout=150, env={"PYTHONPATH": paths})
-    except two_hosts.NotAllowedError as error:
+        with network_namespaces.two_namespaces():
+            nodes = network_namespaces.torchrun([str(script), "ZBVZeroBubble"], timeout=150, env={"PYTHONPATH": paths})
+    except network_namespaces.NotAllowedError as error:
         pytest.skip(f"no network namespaces here ({error})")
     for code, _, err in nodes:
         assert code == 0, err[-3000:]
-    found = spmd.steps(fpipe.local(4), "ZBVZeroBubble", [(4, 2), (6, 3)])
+    found = training_steps.steps(fpipe.local(4), "ZBVZeroBubble", [(4, 2), (6, 3)])
     digest = hashlib.sha256(repr(sorted(found.items(), key=str)).encode()).hexdigest()[:12]
     told = [out for _, out, _ in nodes if out.strip()]
     assert told == [f"ZBVZeroBubble {digest}\n"], "rank 0 tells, on whichever host it is"

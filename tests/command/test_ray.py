@@ -41,9 +41,9 @@ def _meet(how: str) -> None:
 
 
 def test_ranks_meet_and_results_come_by_rank_as_the_docs_say():
-    import test_docs  # not above: an actor imports this file, and has no path to others
+    import doc_pages  # not at the top: an actor imports this file without tests/helpers on its path
 
-    test_docs.run(test_docs.ROOT / "docs" / "howto" / "ray.md")
+    doc_pages.run(doc_pages.ROOT / "docs" / "howto" / "ray.md")
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class Counted(nn.Module):
 
 @pytest.mark.parametrize("linears", [1, 3])
 def test_torch_checkpoint_under_i_and_w(alone: None, linears: int):
-    """There, once a parameter group; here, once (its test stands in test_peers.py)."""
+    """There, once a parameter group; here, once (its test stands in test_torch_pipelining_bugs.py)."""
     first, second = nn.Linear(4, 4), Counted(linears)
     step = schedule([first, second], microbatches=1)
     with warnings.catch_warnings():

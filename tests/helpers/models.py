@@ -1,6 +1,6 @@
-"""Five small models as pure stages, for tests of the whole engine, and an oracle that never touches it.
+"""Five small models as pure stages, and an oracle that computes their gradients without fpipe.
 
-Any number of stages; module-level functions only, so that one trace serves every schedule.
+Any number of stages. The stages are module-level functions, so that one trace serves every schedule.
 
     model = MODELS["mlp"]; stages, params, state = model.make(4); x, y = model.batch(microbatches=3)
 """
@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fpipe
-from pieces import squared
+from common import squared
 
-WIDTH, ROWS, SEED = 4, 2, 7  # of a hidden layer, of a microbatch, of the draws
+WIDTH, ROWS, SEED = 4, 2, 7  # of a hidden layer, of a microbatch, of the random numbers
 
 
 # ---- stages ---------------------------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ def attention(p, x):
 
 
 def convolution(p, state, x):
-    """A convolution with batch norm; the running statistics are state, and are written in place inside."""
+    """A convolution with batch norm; the running statistics are state, updated in place inside the stage."""
     mean, var, count = state["mean"].clone(), state["var"].clone(), state["count"] + 1
     h = F.conv2d(x, p["w"], padding=1)
     h = F.batch_norm(h, mean, var, p["scale"], p["shift"], training=True)
@@ -55,7 +55,7 @@ def unembed(p, x):
 
 
 def language(p, tokens):
-    """Embedding and head in one, for a pipeline of one stage."""
+    """Embedding and head in one stage."""
     return F.layer_norm(F.embedding(tokens, p["wte"]), (WIDTH,)) @ p["wte"].T
 
 
@@ -80,12 +80,12 @@ def with_aux(y, t):
 
 # ---- models ---------------------------------------------------------------------------------------------------------
 class Model(NamedTuple):
-    """Stages, parameters and data by count."""
+    """A model as functions of the number of stages and rows."""
 
     name: str
     stages: Callable[[int], list[Any]]
-    params: Callable[[int, int], Any]  #: of a stage, of how many
-    data: Callable[[int], tuple[Tensor, Tensor]]  #: for so many rows
+    params: Callable[[int, int], Any]  #: (stage, number of stages)
+    data: Callable[[int], tuple[Tensor, Tensor]]  #: (rows)
     loss: Callable[..., Any]
     state: Any = None
     has_aux: bool = False
@@ -103,7 +103,7 @@ class Model(NamedTuple):
         return self.stages(stages), params, state
 
     def batch(self, microbatches: int) -> tuple[Tensor, Tensor]:
-        """A batch of so many microbatches of ``ROWS`` rows."""
+        """A batch of ``microbatches`` times ``ROWS`` rows."""
         torch.manual_seed(100 + microbatches)
         return self.data(ROWS * microbatches)
 
@@ -161,7 +161,7 @@ MODELS = {
 
 # ---- the oracle -----------------------------------------------------------------------------------------------------
 class One(NamedTuple):
-    """What one microbatch gives, run through the whole model by plain autograd."""
+    """The results of one microbatch through the whole model by plain autograd."""
 
     loss: Tensor
     aux: Any
@@ -170,7 +170,7 @@ class One(NamedTuple):
 
 
 def draw(seed: int, stage: int, mb: int) -> None:
-    """The rule by which a stage's draws follow from (seed, stage, microbatch), told a second time."""
+    """Seed torch by the documented rule for (seed, stage, microbatch), written here independently of fpipe."""
     digest = hashlib.sha256(f"{seed}/{stage}/{mb}/F".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
@@ -200,7 +200,7 @@ def one(name: str, stages: int, microbatches: int, mb: int) -> One:
 
 
 def state_after(name: str, stages: int, microbatches: int, order: Sequence[Sequence[int]]) -> list[Any]:
-    """The state of every stage once it has seen the microbatches of ``order[stage]``, one after another."""
+    """The state of every stage after the microbatches of ``order[stage]``, one after another."""
     model = MODELS[name]
     functions, params, states = model.make(stages)
     assert states is not None

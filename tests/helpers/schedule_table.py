@@ -1,4 +1,4 @@
-"""The one table of all schedules: every property test runs over it, and a new generator is one row.
+"""The table of all schedules: every property test runs over it, and a new generator is one row.
 
 from schedule_table import TABLE, cases
 @pytest.mark.parametrize("case", cases(ranks=(1, 2, 4), microbatches=(1, 4, 12)), ids=str)
@@ -14,13 +14,13 @@ from fpipe import Schedule, make_schedule
 
 
 class Family(NamedTuple):
-    """A schedule by name, and the counts of stages a rank that it can be asked for (the default first)."""
+    """A schedule by name, and the numbers of stages per rank that it supports (the default first)."""
 
     name: str
     per_rank: tuple[int, ...]
     fused: bool = False  #: has fused actions
-    split: bool = False  #: cuts backward into I and W
-    even: bool = False  #: needs an even count of ranks, or one
+    split: bool = False  #: splits backward into I and W
+    even: bool = False  #: needs an even number of ranks, or one
     replicas: bool = False  #: every stage on two ranks
 
 
@@ -47,7 +47,7 @@ TABLE = (
 
 
 class Case(NamedTuple):
-    """One schedule to try."""
+    """One schedule of the table."""
 
     name: str
     ranks: int
@@ -55,7 +55,7 @@ class Case(NamedTuple):
     stages: int
 
     def make(self) -> Schedule:
-        """The schedule itself."""
+        """Build the schedule."""
         return make_schedule(self.name, self.ranks, self.microbatches, self.stages)
 
     def __str__(self) -> str:
@@ -65,8 +65,8 @@ class Case(NamedTuple):
 def cases(
     ranks: Iterable[int], microbatches: Iterable[int], *, per_rank: Iterable[int] | None = None, name: str | None = None
 ) -> Iterator[Case]:
-    """Every schedule (or the one called ``name``) for these counts, with its default count of stages a rank, or with
-    those of ``per_rank`` that it allows."""
+    """Every schedule (or the one named ``name``) for these counts, with its default number of stages per rank or with
+    those of ``per_rank`` that it supports."""
     ranks, microbatches = tuple(ranks), tuple(microbatches)
     wanted = None if per_rank is None else tuple(per_rank)
     for family in TABLE:

@@ -10,10 +10,10 @@ import torch
 pytest.importorskip("transformers")
 
 import fpipe
-from decoders import ACCEPTANCE, FAMILIES, decoder, distance, tokens, unsplit
 from fpipe import tree
 from fpipe.interop import huggingface
 from fpipe.programs.tracing import trace
+from huggingface_decoders import ACCEPTANCE, FAMILIES, decoder, distance, tokens, unsplit
 
 ROWS, MICROBATCHES = 4, 2
 
@@ -27,7 +27,7 @@ def run(model: Any, stages: int | None = 2, *, side: dict[str, Any] | None = Non
     return fpipe.value_and_grad(pipe)(params, tokens(ROWS), tokens(ROWS), **(side or {}))
 
 
-#: The others are split in 4 and 8 stages, under every schedule, by test_acceptance_models.py.
+#: The others are split in 4 and 8 stages, under every schedule, by test_huggingface_all_schedules.py.
 OTHERS = sorted(set(FAMILIES) - set(ACCEPTANCE))
 
 

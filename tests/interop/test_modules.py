@@ -11,58 +11,7 @@ from torch import Tensor, nn
 import fpipe
 from fpipe.interop._skeleton import clone
 from fpipe.programs.tracing import trace
-
-
-class Block(nn.Module):
-    def __init__(self, width: int):
-        super().__init__()
-        self.mix, self.up = nn.Linear(width, width, bias=False), nn.Linear(width, width)
-
-    def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
-        x = x + torch.tanh(self.mix(x)).cumsum(1)
-        return self.up(x) if keep is None else self.up(x) * keep
-
-
-class Writer(nn.Module):
-    """What public code does around its list of blocks: an assertion about sizes, positions made on the spot, a buffer,
-    a residual from far before, a head that is the embedding's own weight, an optional mask."""
-
-    def __init__(self, blocks: int = 4, width: int = 6):
-        super().__init__()
-        self.embed, self.position = nn.Embedding(11, width), nn.Embedding(8, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-        self.norm = nn.LayerNorm(width)
-        self.register_buffer("scale", torch.tensor(3.0))
-
-    def forward(self, tokens: Tensor, keep: Tensor | None = None) -> Tensor:
-        _, length = tokens.shape
-        assert length <= self.position.num_embeddings, "too long"
-        places = torch.arange(0, length, device=tokens.device)
-        x = first = self.embed(tokens) * self.scale + self.position(places)
-        mask = None if keep is None else keep.unsqueeze(-1)
-        for block in self.blocks:
-            x = block(x, mask)
-        return nn.functional.linear(self.norm(x + first) * self.scale, self.embed.weight)
-
-
-CUTS = ["blocks.1", "blocks.2", "norm"]
-
-
-def entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def writer() -> Writer:
-    torch.manual_seed(0)
-    model = Writer()
-    model.norm.bias.requires_grad_(False)
-    model.blocks[2].mix.weight.requires_grad_(False)
-    return model
-
-
-def batch(rows: int = 4) -> tuple[Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(2)
-    return torch.randint(0, 11, (rows, 5), generator=draw), torch.randint(0, 11, (rows, 5), generator=draw)
+from module_model import CUTS, LanguageModel, batch, cross_entropy, language_model
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -72,14 +21,14 @@ def relative(a: Tensor, b: Tensor) -> float:
 @pytest.mark.parametrize(("schedule", "ranks"), [("1F1B", 4), ("ZBV", 2), ("DualPipeV", 2), ("DualPipe", 4)])
 @pytest.mark.parametrize("masked", [False, True])
 def test_pipeline_equals_module(schedule: str, ranks: int, masked: bool):
-    model = writer()
+    model = language_model()
     tokens, targets = batch()
     keep = (tokens > 2).float() if masked else None
     stages, params = fpipe.from_module(model, CUTS, side=["keep"] if masked else [])
-    pipe = fpipe.pipeline(stages, schedule, loss=entropy, microbatches=2, group=fpipe.local(ranks))
+    pipe = fpipe.pipeline(stages, schedule, loss=cross_entropy, microbatches=2, group=fpipe.local(ranks))
     loss, grads = fpipe.value_and_grad(pipe)(params, tokens, targets, **({"keep": keep} if masked else {}))
 
-    want = entropy(model(tokens, keep), targets)  # one microbatch's mean is as good as the other's: equal sizes
+    want = cross_entropy(model(tokens, keep), targets)  # one microbatch's mean is as good as the other's: equal sizes
     want.backward()
     assert relative(loss, want.detach()) < 1e-6
     named = dict(model.named_parameters())
@@ -94,7 +43,7 @@ def test_pipeline_equals_module(schedule: str, ranks: int, masked: bool):
 
 
 def test_what_the_stages_carry():
-    model = writer()
+    model = language_model()
     stages, params = fpipe.from_module(model, CUTS, side=["keep"])
     assert [stage.frozen for stage in stages] == [(), (), ("blocks.2.mix.weight",), ("norm.bias",)]
     assert stages[0].ties == stages[3].ties == (("embed.weight", "embed.weight"),)
@@ -105,7 +54,7 @@ def test_what_the_stages_carry():
 
 
 def test_stages_trace_and_leave_the_module_alone():
-    model = writer()
+    model = language_model()
     before = {name: p.clone() for name, p in model.state_dict().items()}
     x: Any = batch()[0]
     for stage, own in zip(*fpipe.from_module(model, CUTS), strict=True):
@@ -210,7 +159,7 @@ def test_a_norm_that_runs_in_two_stages_is_refused():
 
 def test_constants_follow_the_parameters():
     """A stage on another device needs its buffers there, also when its first call is a trace."""
-    model = writer()
+    model = language_model()
     stages, params = fpipe.from_module(model, CUTS)
     away = {name: torch.empty_like(p, device="meta") for name, p in params[0].items()}
     trace(stages[0], away, torch.empty(2, 5, dtype=torch.long, device="meta"))
@@ -246,13 +195,17 @@ class Chooser(nn.Module):
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (Writer(), {"cuts": ["block.1"]}, "'block.1', which is no submodule of Writer; near names: blocks.1"),
-        (Writer(), {"cuts": ["blocks.2", "blocks.1"]}, "'blocks.1' after 'blocks.2', but forward runs it first"),
-        (Writer(), {"cuts": ["embed"]}, "the first stage would be empty"),
-        (Writer(), {"cuts": ["norm", "norm"]}, "names a submodule twice"),
-        (Writer(), {"cuts": "norm"}, r"cuts='norm'; give a list"),
-        (Writer(), {"cuts": ["blocks"]}, None),  # all blocks begin one stage
-        (Writer(), {"cuts": ["norm"], "side": ["mask"]}, r"side=\['mask'\] are no arguments.*it has keep"),
+        (
+            LanguageModel(),
+            {"cuts": ["block.1"]},
+            "'block.1', which is no submodule of LanguageModel; near names: blocks.1",
+        ),
+        (LanguageModel(), {"cuts": ["blocks.2", "blocks.1"]}, "'blocks.1' after 'blocks.2', but forward runs it first"),
+        (LanguageModel(), {"cuts": ["embed"]}, "the first stage would be empty"),
+        (LanguageModel(), {"cuts": ["norm", "norm"]}, "names a submodule twice"),
+        (LanguageModel(), {"cuts": "norm"}, r"cuts='norm'; give a list"),
+        (LanguageModel(), {"cuts": ["blocks"]}, None),  # all blocks begin one stage
+        (LanguageModel(), {"cuts": ["norm"], "side": ["mask"]}, r"side=\['mask'\] are no arguments.*it has keep"),
         (Chooser(), {"cuts": ["b"]}, "cannot be read as a chain"),
         (nn.Sequential(Chooser(), nn.Linear(2, 2)), {"cuts": ["0.never"]}, "cannot be read as a chain"),
         (nn.ModuleDict({"a": nn.Linear(2, 2)}), {}, "cannot be read as a chain|no arguments|has no forward"),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fpipe
 from fpipe.interop import torchtitan
-from titan import titan
+from torchtitan_models import torchtitan_llama
 
 
 class Small(nn.Module):
@@ -179,7 +179,7 @@ def test_experts_run_on_autograd_and_count():
 # ---- the package itself ---------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def package() -> Any:
-    return titan()
+    return torchtitan_llama()
 
 
 def test_parts_are_theirs(package: Any):

@@ -2,52 +2,19 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
-import optree
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
-from pieces import squared
+from common import squared
+from storage_meter import peak_bytes
 
 D, ROWS, PARTS = 32, 16, 6
-
-
-class Held(TorchDispatchMode):
-    """Bytes of the storages made inside that are alive, and the most there were at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self.known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in optree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for tensor in optree.tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in given | self.known and storage.nbytes():
-                    self.begin(storage)
-        return out
-
-    def begin(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        self.known.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self.end, key, size)
-
-    def end(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.now -= size
 
 
 # ---- stages -------------------------------------------------------------------------------------------------------
@@ -94,23 +61,13 @@ MODELS: dict[str, tuple[Any, Callable[[], Any], tuple[int, ...]]] = {
 }
 
 
-def measure(step: Callable[[], Any]) -> int:
-    """The peak of a step that ran before (so that nothing is traced), its results included."""
-    step()
-    gc.collect()
-    with Held() as held:
-        results = step()
-    del results
-    return held.peak
-
-
 def foretold_and_held(stages: list[Any], params: list[Any], shape: tuple[int, ...], schedule: str, **more: Any) -> Any:
     x, t = torch.randn(PARTS * ROWS, *shape), torch.randn(PARTS * ROWS, *shape)
     argnums, state = more.pop("argnums", 0), more.pop("state", None)
     side = {} if state is None else {"state": state}
     pipe = fpipe.pipeline(stages, schedule, loss=squared, microbatches=PARTS, group=fpipe.local(1), **more)
     step = fpipe.value_and_grad(pipe, argnums)
-    peak = measure(lambda: step(params, x, t, **side))
+    peak = peak_bytes(lambda: step(params, x, t, **side))
     (resolved,) = pipe.cache.values()
     return resolved.plans[0].peak, peak
 
@@ -181,7 +138,7 @@ def test_forward_alone_holds_one_activation():
     stages, params = [layer] * 4, [dense() for _ in range(4)]
     x = torch.randn(PARTS * ROWS, D)
     pipe = fpipe.pipeline(stages, "ZBH1", loss=squared, microbatches=PARTS, group=fpipe.local(1))
-    peak = measure(lambda: pipe(params, x, x))
+    peak = peak_bytes(lambda: pipe(params, x, x))
     (resolved,) = pipe.cache.values()
     assert abs(resolved.plans[0].peak / peak - 1) < 0.02
     assert peak <= 5 * ROWS * 2 * D * 4

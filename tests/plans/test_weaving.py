@@ -10,17 +10,17 @@ import optree
 import pytest
 import torch
 import torch.distributed as dist
-from test_memory import measure
 
 import fpipe
+from collective_stages import WIDTH, all_collectives, moe_stage, parameters
+from common import same, squared
 from fpipe import WeaveError
 from fpipe.errors import GroupError, MismatchError
 from fpipe.plans.collective_order import Starts, conflicts
 from fpipe.plans.weaving.search import weave
 from fpipe.plans.weaving.segments import segments_of
 from fpipe.plans.weaving.weave import Memory, Task, Transfer, Weave, by_hand, play
-from pieces import same, squared
-from woven_stages import WIDTH, many, mixing, parameters
+from storage_meter import peak_bytes
 
 
 # ---- the search -----------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def members() -> Any:
 
 @pytest.mark.xdist_group("weaving")
 def test_segments_are_the_program_in_pieces(members: Any):
-    programs = fpipe.trace(mixing(members, draws=False), parameters(1)[0], torch.ones(4, WIDTH))
+    programs = fpipe.trace(moe_stage(members, draws=False), parameters(1)[0], torch.ones(4, WIDTH))
     for program in (programs.f, programs.b, programs.i, programs.w, programs.adding("B")):
         segments = segments_of(programs, program)
         assert sorted(n.name for s in segments for n in s.program.nodes) == sorted(n.name for n in program.nodes)
@@ -207,13 +207,13 @@ def by_turns(forward: Any, backward: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize(("name", "stages"), [("DualPipeV", 4), ("DualPipe", 2), ("Overlapped1F1B", 2)])
 def test_woven_or_not_the_bits_are_the_same_with_draws_and_remat(members: Any, name: str, stages: int):
     """Dropout in three segments of one program must take one stream, wherever the segments run."""
-    made = {how: pipe_of(mixing(None), name, 2, stages, fpipe.local(2), how) for how in ("sequential", "weave")}
+    made = {how: pipe_of(moe_stage(None), name, 2, stages, fpipe.local(2), how) for how in ("sequential", "weave")}
     assert same(step(made["sequential"]), step(made["weave"])), "no collectives"
-    apart = pipe_of(mixing(None), name, 2, stages, fpipe.local(2), by_turns, seed=None, microbatches=6)
-    plain = pipe_of(mixing(None, False), name, 2, stages, fpipe.local(2), by_turns)
-    assert same(step(plain), step(pipe_of(mixing(None, False), name, 2, stages, fpipe.local(2), "sequential")))
+    apart = pipe_of(moe_stage(None), name, 2, stages, fpipe.local(2), by_turns, seed=None, microbatches=6)
+    plain = pipe_of(moe_stage(None, False), name, 2, stages, fpipe.local(2), by_turns)
+    assert same(step(plain), step(pipe_of(moe_stage(None, False), name, 2, stages, fpipe.local(2), "sequential")))
     assert len(step(apart)) == len(step(plain))
-    woven = pipe_of(mixing(members), name, 2, stages, fpipe.local(2))
+    woven = pipe_of(moe_stage(members), name, 2, stages, fpipe.local(2))
     plan = woven.plan(parameters(stages), torch.ones(24, WIDTH), torch.ones(24, WIDTH))
     assert "woven" in str(plan)
     assert "all_to_all_single goes" in str(plan)
@@ -222,22 +222,22 @@ def test_woven_or_not_the_bits_are_the_same_with_draws_and_remat(members: Any, n
 
 @pytest.mark.xdist_group("weaving")
 def test_a_function_that_returns_too_little_is_told(members: Any):
-    pipe = pipe_of(mixing(None, False), "DualPipeV", 2, 4, fpipe.local(2), lambda f, b: (f(), b()[:1]))
+    pipe = pipe_of(moe_stage(None, False), "DualPipeV", 2, 4, fpipe.local(2), lambda f, b: (f(), b()[:1]))
     with pytest.raises(WeaveError, match="return a tuple of both parts' results"):
         step(pipe)
 
 
 @pytest.mark.xdist_group("weaving")
 def test_a_weave_as_data_runs_in_a_pipeline(members: Any):
-    pipe = pipe_of(mixing(members), "Overlapped1F1B", 1, 1, fpipe.local(1))
+    pipe = pipe_of(moe_stage(members), "Overlapped1F1B", 1, 1, fpipe.local(1))
     plan = pipe.plan(parameters(1), torch.ones(24, WIDTH), torch.ones(24, WIDTH))
     (found,) = {w.entries for w in plan[0].weaves.values() if w.lines[1:] == ("0B1",)}
     letters = [(line.strip("0123456789"), name) for line, name in found]
-    again = pipe_of(mixing(members), "Overlapped1F1B", 1, 1, fpipe.local(1), letters)
+    again = pipe_of(moe_stage(members), "Overlapped1F1B", 1, 1, fpipe.local(1), letters)
     told = again.plan(parameters(1), torch.ones(24, WIDTH), torch.ones(24, WIDTH))
     assert "by hand" in str(told)
     with pytest.raises(WeaveError, match="is missing"):
-        pipe_of(mixing(members), "Overlapped1F1B", 1, 1, fpipe.local(1), letters[:-1]).plan(
+        pipe_of(moe_stage(members), "Overlapped1F1B", 1, 1, fpipe.local(1), letters[:-1]).plan(
             parameters(1), torch.ones(24, WIDTH), torch.ones(24, WIDTH)
         )
 
@@ -245,20 +245,20 @@ def test_a_weave_as_data_runs_in_a_pipeline(members: Any):
 @pytest.mark.xdist_group("weaving")
 def test_why_nothing_is_woven_is_told(members: Any):
     params, x = parameters(4), torch.ones(24, WIDTH)
-    told = str(pipe_of(mixing(None), "DualPipeV", 2, 4, fpipe.local(2)).plan(params, x, x))
+    told = str(pipe_of(moe_stage(None), "DualPipeV", 2, 4, fpipe.local(2)).plan(params, x, x))
     assert "one after another: nothing is sent while it runs" in told
-    told = str(pipe_of(mixing(members), "DualPipeV", 2, 4, fpipe.local(2), compile="aot_eager").plan(params, x, x))
+    told = str(pipe_of(moe_stage(members), "DualPipeV", 2, 4, fpipe.local(2), compile="aot_eager").plan(params, x, x))
     assert "one after another: compiled programs run whole" in told
 
 
 @pytest.mark.xdist_group("weaving")
 def test_a_plain_action_computes_beside_its_own_collectives(members: Any):
-    pipe = pipe_of(mixing(members), "1F1B", 1, 1, fpipe.local(1))
+    pipe = pipe_of(moe_stage(members), "1F1B", 1, 1, fpipe.local(1))
     plan = pipe.plan(parameters(1), torch.ones(24, WIDTH), torch.ones(24, WIDTH))
     labels = [i.program.label for i in plan[0].instructions if i.program is not None and str(i.action) == "0B1"]
     assert labels.index("shared/weights") == labels.index("dispatch") + 1, labels  # not at the end
     assert (
-        not pipe_of(mixing(None), "1F1B", 1, 1, fpipe.local(1))
+        not pipe_of(moe_stage(None), "1F1B", 1, 1, fpipe.local(1))
         .plan(parameters(1), torch.ones(24, WIDTH), torch.ones(24, WIDTH))[0]
         .weaves
     )
@@ -271,9 +271,9 @@ def test_a_woven_step_holds_what_its_plan_says_and_no_more_than_what_is_in_fligh
     params, x = parameters(stages), torch.ones(6 * 512, WIDTH)
     foretold = {}
     for how in ("sequential", "weave"):
-        pipe = pipe_of(mixing(members), name, 1, stages, fpipe.local(1), how)
+        pipe = pipe_of(moe_stage(members), name, 1, stages, fpipe.local(1), how)
         foretold[how] = pipe.plan(params, x, x).peak[0]
-        held = measure(lambda pipe=pipe: fpipe.value_and_grad(pipe)(params, x, x))
+        held = peak_bytes(lambda pipe=pipe: fpipe.value_and_grad(pipe)(params, x, x))
         assert abs(foretold[how] / held - 1) < 0.02, how
     part = 512 * WIDTH * 4
     assert foretold["weave"] <= foretold["sequential"] + 2 * 2 * part  # of each side one: what goes and what comes
@@ -281,7 +281,7 @@ def test_a_woven_step_holds_what_its_plan_says_and_no_more_than_what_is_in_fligh
 
 @pytest.mark.xdist_group("weaving")
 def test_the_simulator_takes_a_woven_actions_time_from_its_weave(members: Any, tmp_path: Any):
-    pipe = pipe_of(mixing(members), "Overlapped1F1B", 1, 1, fpipe.local(1))
+    pipe = pipe_of(moe_stage(members), "Overlapped1F1B", 1, 1, fpipe.local(1))
     plan = pipe.plan(parameters(1), torch.ones(24, WIDTH), torch.ones(24, WIDTH))
     line = pipe.schedule(6).simulate(plan.costs)
     fused = next(s for s in line if str(s.action) == "(0F1;0B0)OVERLAP_F_B")
@@ -359,7 +359,7 @@ def _collectives() -> list[bool]:
     rank, world = dist.get_rank(), dist.group.WORLD
     p = parameters(1)[0]
     xs = [torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(r)) for r in range(2)]
-    programs = fpipe.trace(many(world, 2, rank), p, xs[rank])
+    programs = fpipe.trace(all_collectives(world, 2, rank), p, xs[rank])
     y, saved = programs.forward(p, xs[rank])
     dx, dp = programs.backward(saved, torch.ones_like(y))
     both = [x.clone().requires_grad_() for x in xs]
@@ -373,7 +373,7 @@ def _collectives() -> list[bool]:
     total = {k: v.clone() for k, v in dp.items()}
     for value in total.values():
         dist.all_reduce(value)
-    eager = many(world, 2, rank)(p, xs[rank])
+    eager = all_collectives(world, 2, rank)(p, xs[rank])
     grads = [torch.allclose(total[k], q[k].grad) for k in "abc"]  # pyright: ignore[reportArgumentType]
     return [torch.allclose(y, whole[rank]), torch.allclose(dx, both[rank].grad), torch.equal(eager, y), *grads]  # pyright: ignore[reportArgumentType]
 
@@ -407,7 +407,7 @@ def _hundred_runs() -> list[str]:
     wrong = []
     for experts in (2, 1):
         group = fpipe.init(dp=experts, timeout=60)
-        stage = mixing(group.dp.pg if experts > 1 else None)  # type: ignore[attr-defined]
+        stage = moe_stage(group.dp.pg if experts > 1 else None)  # type: ignore[attr-defined]
         pipes = {
             (name, m, how): pipe_of(stage, name, group.size, group.size * per, group, how, microbatches=m)
             for name, per in SCHEDULES for m in (4, 7) for how in ("sequential", "weave")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fpipe
-from pieces import layer, squared
+from common import layer, squared
 
 WIDTH, PARTS, RANKS = 3, 4, 2
 

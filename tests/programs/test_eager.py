@@ -20,9 +20,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
+from common import same
 from fpipe.programs.tracing import trace
 from models import MODELS, SEED, one
-from pieces import same
 
 RUNS: Counter[str] = Counter()  # how often something of a test's ran
 

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fpipe
+from common import Count
 from fpipe import trace
 from fpipe.programs import trace_cache as traces
 from fpipe.programs import tracing
 from fpipe.programs.stage_programs import Programs
-from pieces import Count
 
 torch.manual_seed(0)
 EYE, WIDE, X = torch.randn(3, 3), torch.randn(4, 4), torch.randn(2, 3)

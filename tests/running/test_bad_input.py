@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import fpipe
+from common import layer, squared
 from fpipe.running.debugging import check_leaks
-from pieces import layer, squared
 
 WIDTH, PARTS = 3, 4
 SEEN: list[str] = []

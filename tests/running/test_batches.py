@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fpipe
 import fpipe.running.calls
-from pieces import layer, squared
+from common import layer, squared
 
 PARTS, WIDTH = 4, 6
 

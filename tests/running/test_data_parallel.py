@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 import fpipe
+from common import same, squared
 from fpipe import testing
 from fpipe.collectives.group import Done
 from fpipe.collectives.local import LocalGroup
 from fpipe.plans.plan import Plan
 from fpipe.plans.sharding import Layout
-from pieces import same, squared
 from schedule_table import TABLE
 
 WIDTH, MICROBATCHES, ROWS = 8, 4, 2  # of the first, microbatches a copy, rows of each

@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from test_modules import CUTS, batch, entropy, writer
 
 import fpipe
+from module_model import CUTS, batch, cross_entropy, language_model
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 MICROBATCHES = 4
@@ -17,7 +17,7 @@ MICROBATCHES = 4
 def _everything() -> list[str]:
     """What went wrong on this rank."""
     group = fpipe.init()
-    model = writer()
+    model = language_model()
     tokens, targets = batch(2 * MICROBATCHES)
     want = model(tokens).detach()
     return [fault for name in SCHEDULES for fault in _one(name, group, model, tokens, targets, want)]
@@ -27,7 +27,7 @@ def _one(name: str, group: Any, model: Any, tokens: Any, targets: Any, want: Any
     stages, params = fpipe.from_module(model, CUTS[1:2] if name in SCHEDULES[:2] else CUTS)
     ask = {"microbatches": MICROBATCHES, "group": group}
     outputs = fpipe.pipeline(stages, name, **ask)
-    train = fpipe.value_and_grad(fpipe.pipeline(stages, name, loss=entropy, **ask))
+    train = fpipe.value_and_grad(fpipe.pipeline(stages, name, loss=cross_entropy, **ask))
     params = outputs.place(params)
     faults = []
 

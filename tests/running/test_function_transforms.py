@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fpipe
+from common import layer, squared
 from fpipe.errors import StageError
-from languages import WIDTH, WORDS, data, language
+from language_model import WIDTH, WORDS, data, language
 from models import cross_entropy, embed
-from pieces import layer, squared
 
 
 def attend(p: Any, x: Tensor, *, gain: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fpipe
 from fpipe.errors import StageError
-from languages import ROWS, WIDTH, WORDS, data, language
+from language_model import ROWS, WIDTH, WORDS, data, language
 from models import cross_entropy, embed
 
 LIMIT = 2.0

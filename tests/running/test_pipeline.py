@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fpipe
-from pieces import layer, same, squared
+from common import layer, same, squared
 
 WIDTH, STAGES, PARTS = 3, 4, 4
 

@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner
 
 import fpipe
-import naps
+import sleeping_stages
 from fpipe import Action, Costs, FpipeError, StageError
 from fpipe.collectives.group import Done
 from fpipe.running.loop import WATCH
@@ -111,7 +111,7 @@ def test_how_a_rank_spent_its_time():
 @pytest.fixture(scope="module")
 def on_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     folder = tmp_path_factory.mktemp("naps")
-    first, second = fpipe.launch(naps.measured, 3, str(folder), ranks=2, timeout=100)
+    first, second = fpipe.launch(sleeping_stages.measured, 3, str(folder), ranks=2, timeout=100)
     assert first["same"] and second["same"]
     assert first["timeline"] == second["timeline"], "every rank has the whole picture"
     return first, folder
@@ -129,8 +129,8 @@ def test_measured_on_processes_by_one_clock(on_processes: tuple[dict[str, Any], 
     for maker, user in (("0F0", "1F0"), ("0F1", "1F1"), ("0F2", "1F2")):
         assert end[maker] <= start[user], f"{user} started before {maker} was over"
     for maker, user in (("1B0", "0B0"), ("1B2", "0B2")):  # a gradient is sent, and only then added up
-        assert start[maker] + 4 * naps.UNIT <= start[user], f"{user} started before {maker} was over"
-    assert line.total > 0.9 * naps.UNIT * (1 + 3 * (2 + 4) + 2), "all naps of the critical path"
+        assert start[maker] + 4 * sleeping_stages.UNIT <= start[user], f"{user} started before {maker} was over"
+    assert line.total > 0.9 * sleeping_stages.UNIT * (1 + 3 * (2 + 4) + 2), "all naps of the critical path"
 
 
 @pytest.mark.xdist_group("profiling")
@@ -140,7 +140,10 @@ def test_simulated_comes_out_as_measured(on_processes: tuple[dict[str, Any], Pat
     for price in (found["costs"], found["measured"]):
         for op, units in (("F", (1, 2)), ("B", (2, 4))):
             for stage, unit in enumerate(units):
-                assert getattr(price, op)[stage] == pytest.approx(unit * naps.UNIT, rel=0.3, abs=0.01), (op, stage)
+                assert getattr(price, op)[stage] == pytest.approx(unit * sleeping_stages.UNIT, rel=0.3, abs=0.01), (
+                    op,
+                    stage,
+                )
     again = fpipe.make_schedule("1F1B", 2, 3).simulate(found["measured"]).total
     assert again == pytest.approx(found["timeline"].total, rel=0.2)
     assert Costs.from_json(found["measured"].to_json()) == found["measured"]

@@ -8,12 +8,13 @@ from typing import Any
 import optree
 import pytest
 import torch
-from test_transforms import STAGES, follow, gradients, model, same
 from torch import Tensor
 
+from common import same
 from fpipe import transforms as T
 from fpipe.errors import TransformError
 from fpipe.transforms import newton_schulz
+from transform_table import STAGES, follow, gradients, model
 
 
 # ---- optimizers -----------------------------------------------------------------------------------------------------

@@ -8,11 +8,12 @@ from typing import Any
 import optree
 import pytest
 import torch
-from test_transforms import STAGES, TIED, follow, gradients, model, same
 
-import split_world
+import fake_processes
+from common import same
 from fpipe import transforms as T
 from fpipe.errors import TransformError
+from transform_table import STAGES, TIED, follow, gradients, model
 
 
 # ---- norms ----------------------------------------------------------------------------------------------------------
@@ -31,11 +32,11 @@ def test_exact_norm_has_one_value(p: float):
     found = set()
     for processes in (1, 2, 3, 4, 8):
         for how in ("loop", "V"):
-            spread = split_world.owners(STAGES, processes, how=how)
+            spread = fake_processes.owners(STAGES, processes, how=how)
             threads = torch.get_num_threads()
             try:
                 torch.set_num_threads(1 + processes % 2)
-                norms = split_world.run(
+                norms = fake_processes.run(
                     spread, STAGES, lambda over: T.global_norm(over.place(tree), over=over, p=p, exact=True)
                 )
             finally:
@@ -54,10 +55,10 @@ def test_norm_counts_tied_once_wherever_the_copies_live():
         {"w": torch.tensor([4.0]), "wte": torch.tensor([3.0])},
     ]
     for processes in (1, 2, 3):
-        spread = split_world.owners(STAGES, processes)
+        spread = fake_processes.owners(STAGES, processes)
         norm = lambda over: T.global_norm(over.place(tree), over=over).item()
-        assert set(split_world.run(spread, STAGES, norm, tied=TIED)) == {5.0}
-        assert split_world.run(spread, STAGES, norm) == [pytest.approx(34**0.5)] * processes
+        assert set(fake_processes.run(spread, STAGES, norm, tied=TIED)) == {5.0}
+        assert fake_processes.run(spread, STAGES, norm) == [pytest.approx(34**0.5)] * processes
     assert T.global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}, tied=[("x", "b")]).item() == 3.0
 
 
@@ -65,14 +66,16 @@ def test_norm_counts_replicas_once():
     """As in DualPipe: both processes hold all stages, with the same gradients."""
     tree = gradients(1)[0]
     one = T.global_norm(tree)
-    norms = split_world.run([range(STAGES), range(STAGES)], STAGES, lambda over: T.global_norm(tree, over=over))
+    norms = fake_processes.run([range(STAGES), range(STAGES)], STAGES, lambda over: T.global_norm(tree, over=over))
     assert all(torch.equal(norm, one) for norm in norms)
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
 def test_norm_over_shards(p: float):
     whole = torch.randn(10)
-    norms = split_world.run([[0], [0]], 1, lambda over: T.global_norm([whole.view(2, 5)[over.rank]], p=p, shards=over))
+    norms = fake_processes.run(
+        [[0], [0]], 1, lambda over: T.global_norm([whole.view(2, 5)[over.rank]], p=p, shards=over)
+    )
     assert all(norm.item() == pytest.approx(torch.linalg.vector_norm(whole, p).item()) for norm in norms)
 
 
@@ -85,13 +88,13 @@ def test_clip_tells_the_norm_and_keeps_small_gradients():
 
 
 def test_norm_needs_an_entry_per_stage():
-    def process(over: split_world.Pretend) -> None:
+    def process(over: fake_processes.FakePipeline) -> None:
         with pytest.raises(TransformError, match="3 entries for a pipeline of 8 stages"):
             T.global_norm([torch.ones(1)] * 3, over=over)
         with pytest.raises(TransformError, match="a dict for a pipeline of 8 stages"):
             T.global_norm({}, over=over)
 
-    split_world.run([range(STAGES)], STAGES, process)
+    fake_processes.run([range(STAGES)], STAGES, process)
 
 
 # ---- steps that are left out ----------------------------------------------------------------------------------------
@@ -102,13 +105,13 @@ def test_all_ranks_skip_together(bad: float):
     poisoned[1][3]["b"][2] = bad
     poisoned[2][0]["wte"][0, 0] = bad
 
-    def process(over: split_world.Pretend) -> Any:
+    def process(over: fake_processes.FakePipeline) -> Any:
         tx = T.chain(T.skip_nonfinite(over=over), T.adamw(0.01))
         return follow(tx, over.place(params), [over.place(g) for g in poisoned])
 
-    parts = split_world.run(split_world.owners(STAGES, 3), STAGES, process)
+    parts = fake_processes.run(fake_processes.owners(STAGES, 3), STAGES, process)
     expected, _ = follow(T.adamw(0.01), params, [grads[0], grads[3]])
-    assert same(split_world.merge([after for after, _ in parts]), expected)
+    assert same(fake_processes.merge([after for after, _ in parts]), expected)
     for _, (skips, adam) in parts:
         assert (skips.skipped.item(), skips.in_a_row.item(), adam.step.item()) == (2, 0, 2)
 
@@ -161,7 +164,7 @@ def test_apply_updates_without_updates():
 def test_mean_over_replicas():
     mine = lambda rank: [None, {"h": torch.full((2,), float(rank)).half(), "w": torch.full((2, 3), float(rank))}]
     for dtype in (None, torch.float64):
-        found = split_world.run(
+        found = fake_processes.run(
             [[0]] * 4, 1, lambda over, dtype=dtype: T.mean_over(over, dtype=dtype).update(mine(over.rank), ())[0]
         )
         wanted = [None, {"h": torch.full((2,), 1.5).half(), "w": torch.full((2, 3), 1.5)}]
@@ -176,13 +179,13 @@ def test_three_copies_are_summed_in_one_order():
     assert not torch.equal(first, leaf(0) + (leaf(2) + leaf(5)))  # else the order would not show
     wanted = [{"w": first}, second, {"w": first}, None, second, {"deep": [first]}, None, None]
 
-    def process(over: split_world.Pretend) -> Any:
+    def process(over: fake_processes.FakePipeline) -> Any:
         mine = over.place(params)
         tx = T.sum_tied(over=over)
         return tx.update(mine, tx.init(mine))[0]
 
     for processes in (1, 2, 3, 4):
-        parts = split_world.run(split_world.owners(STAGES, processes), STAGES, process, tied=tied)
-        assert same(split_world.merge(parts), wanted)
+        parts = fake_processes.run(fake_processes.owners(STAGES, processes), STAGES, process, tied=tied)
+        assert same(fake_processes.merge(parts), wanted)
     tx = T.sum_tied(tied)
     assert same(tx.update(params, tx.init(params))[0], wanted)

@@ -8,12 +8,13 @@ from typing import Any
 import optree
 import pytest
 import torch
-from test_transforms import STAGES, TABLE, TIED, follow, inputs, same
 from torch import Tensor
 
 import fpipe
+from common import same
+from fake_processes import merge
 from fpipe import transforms as T
-from split_world import merge
+from transform_table import STAGES, TABLE, TIED, follow, inputs
 
 VOCABULARY, WIDTH, BATCH, STEPS = 11, 6, 16, 3
 

@@ -1,124 +1,31 @@
-"""Every code block of README and docs runs here, in order, page by page; what a page says is printed is printed.
+"""Every code block of README and docs runs, in order, page by page, and prints what the page shows.
 
-``python`` blocks of a page share their names, and call what they define. A ``text`` block after one is what it prints.
-``sh`` blocks run through the command line's own function; what would start processes (make, torchrun) is held to have
-targets, options and files that are there and that another test runs. ``make golden`` writes what is printed into the
-pages.
+``doc_pages`` runs the blocks. ``make golden`` writes the current output into the pages.
 """
 
 from __future__ import annotations
 
-import ast
-import contextlib
-import doctest
-import io
 import json
 import re
-import shlex
-import subprocess
 import sys
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import NamedTuple
 
 import pytest
-from torch.distributed.run import get_args_parser as torchrun
 
+import doc_pages
 import fpipe
+from doc_pages import ROOT, run, run_strictly
 from fpipe import generators
-from fpipe.command.cli import main
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-#: pages that are files for several processes -> how many
+#: pages that run on several processes -> how many
 SEVERAL = {"parallelism.md": 4}
-#: pages that another test gives to ``run`` -> that test
+#: pages that another test runs -> that test
 ELSEWHERE = {"ray.md": "tests/command/test_ray.py"}
-#: what a how-to page must be there for
+#: topics that need a how-to page
 HOWTO = ("schedule", "model", "moe", "rl", "machines", "hang", "timeline", "memory", "choose")
-#: files in examples/ that tests/whole/test_examples.py does not run -> the test that does
-EXAMPLES = {"rl_engine.py": "tests/whole/test_trainers.py"}
 BUILT_IN = {entry.name for entry in generators._TABLE}
-
-
-class Block(NamedTuple):
-    """A fenced block."""
-
-    kind: str
-    code: str
-    line: int
-
-
-def blocks(text: str) -> Iterator[Block]:
-    """All fenced blocks, wherever they are indented."""
-    for found in re.finditer(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", text, re.M | re.S):
-        indent, kind, code = found.groups()
-        code = "".join(line.removeprefix(indent) for line in code.splitlines(keepends=True))
-        yield Block(kind, code, text[: found.start()].count("\n") + 2)
-
-
-def shell(line: str) -> None:
-    """One line of a shell block."""
-    words = shlex.split(line.split("  #")[0])
-    if words[0] == "fpipe" and words[1] != "train":
-        assert main(words[1:]) == 0, line
-    elif words[0] == "make":
-        assert re.search(rf"^{words[1]}:.*##", (ROOT / "Makefile").read_text(), re.M), f"no target: {line}"
-        subprocess.run([*words, "--dry-run"], cwd=ROOT, check=True, capture_output=True)
-    elif words[0] in ("torchrun", "python"):
-        told = torchrun().parse_args(words[1:])
-        example, runs = told.training_script, ROOT / EXAMPLES.get(Path(words[-1]).name, "tests/whole/test_examples.py")
-        options = [word for word in told.training_script_args if word.startswith("--")]
-        assert all(f'"{option}"' in (ROOT / example).read_text() for option in options), line
-        assert Path(example).stem in runs.read_text(), f"{runs.name} does not run {example}"
-    else:
-        raise AssertionError(f"no test runs {line!r}")
-
-
-def uncalled(page: Path) -> None:
-    """Code inside a function has run only if some other code of the page names that function."""
-    tree = ast.parse("".join(b.code for b in blocks(page.read_text(encoding="utf-8")) if b.kind == "python"))
-    for one in tree.body:
-        if isinstance(one, (ast.FunctionDef, ast.ClassDef)):
-            others = [node for other in tree.body if other is not one for node in ast.walk(other)]
-            named = any(isinstance(node, ast.Name) and node.id == one.name for node in others)
-            assert named, f"{page.name}: nothing calls {one.name}"
-
-
-def run(page: Path, update: bool = False) -> None:
-    names: dict[str, object] = {"__name__": "page"}
-    uncalled(page)
-    output: str | None = None  # a block of text that no code stands before is a drawing
-    for block in blocks(page.read_text(encoding="utf-8")):
-        where = f"{page.relative_to(ROOT)}:{block.line}"
-        heard = io.StringIO()
-        with contextlib.redirect_stdout(heard):
-            if block.kind == "python":
-                code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
-                exec(code, names)
-            elif block.kind == "sh":
-                for line in filter(None, block.code.splitlines()):
-                    shell(line)
-            elif block.kind == "text" and output is None:
-                continue
-            elif block.kind == "text":
-                same = doctest.OutputChecker().check_output(block.code, output, doctest.ELLIPSIS)
-                if update and not same:
-                    page.write_text(page.read_text(encoding="utf-8").replace(block.code, output, 1), encoding="utf-8")
-                    continue
-                assert same, f"{where}: this is printed:\n{output}"
-            else:
-                raise AssertionError(f"{where}: a block is python, sh or text, not {block.kind!r}")
-        output = None if block.kind == "text" else heard.getvalue()
-
-
-def run_strictly(page: Path, update: bool = False) -> str:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run(page, update)
-    return page.name
 
 
 HERE = [page for page in PAGES if page.name not in SEVERAL | ELSEWHERE]
@@ -149,7 +56,7 @@ def test_pages_run_elsewhere_are_run_there():
 
 
 def test_the_list_names_every_page():
-    """What is made when the docs are built, and performance.md, which ``make bench`` makes, need not be there."""
+    """Pages generated by the build of the docs, and performance.md, which ``make bench`` writes, may be missing."""
     named = set(re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M))
     there = {path.relative_to(ROOT / "docs").as_posix() for path in PAGES[1:]}
     assert named - there <= {"index.md", "zoo.md", "reference.md", "performance.md"}
@@ -157,7 +64,7 @@ def test_the_list_names_every_page():
 
 
 def test_a_wrong_page_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    monkeypatch.setattr(doc_pages, "ROOT", tmp_path)
     page = tmp_path / "page.md"
     page.write_text("```python\nprint(1)\n```\n\n```text\n2\n```\n")
     with pytest.raises(AssertionError, match="this is printed"):
@@ -172,7 +79,7 @@ def test_a_wrong_page_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         run(page)
 
 
-# ---- what is made ---------------------------------------------------------------------------------------------------
+# ---- generated pages ------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def hooks() -> ModuleType:
     sys.path.insert(0, str(ROOT / "docs"))
@@ -221,16 +128,16 @@ def test_what_readme_names_is_there():
 
 
 def test_what_readme_says_of_time_was_measured():
-    """Within a tenth: the machine that measures has good and bad days."""
+    """Within a tenth, because figures vary from run to run."""
     file = ROOT / "benchmarks" / "results" / "torch.json"
     if not file.exists():
         pytest.skip("nothing was measured: make bench ARGS=torch")
-    told = re.search(
+    ratios_in_readme = re.search(
         r"([\d.]+) to ([\d.]+) with small stages, ([\d.]+) to ([\d.]+) with", (ROOT / "README.md").read_text()
     )
-    assert told is not None
+    assert ratios_in_readme is not None
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    for size, low, high in (("small", *told.groups()[:2]), ("medium", *told.groups()[2:])):
+    for size, low, high in (("small", *ratios_in_readme.groups()[:2]), ("medium", *ratios_in_readme.groups()[2:])):
         ratios = [row["ratio"] for row in rows if row["size"] == size]
         assert (float(low), float(high)) == pytest.approx((min(ratios), max(ratios)), abs=0.1), size
 

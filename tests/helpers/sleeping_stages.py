@@ -1,4 +1,4 @@
-"""Stages that sleep rather than compute, so that their times are known however busy the machine is."""
+"""Stages that sleep instead of computing, so that their durations are known on a busy machine too."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def loss(y: torch.Tensor) -> torch.Tensor:
 
 
 def measured(microbatches: int, folder: str) -> dict[str, Any]:
-    """On each rank: a profiled step of 1F1B, what it is simulated as, and the costs; rank 0 saves pictures."""
+    """Profile a step of 1F1B on each rank; return timelines and costs. Rank 0 saves the pictures."""
     group = fpipe.init()
     pipe = fpipe.pipeline([short, long], "1F1B", loss=loss, microbatches=microbatches, group=group, engine="eager")
     params, x = pipe.place([torch.ones(())] * 2), torch.ones(microbatches)
     step = fpipe.value_and_grad(pipe)
     plain = step(params, x)
     profiled = fpipe.profile(step, name="naps")
-    again = profiled(params, x)
+    result = profiled(params, x)
     measuring = Measuring(pipe, params, x)
     measuring.step()
     if group.here[0] == 0:
         profiled.save(f"{folder}/naps.html")
         profiled.save(f"{folder}/naps.json")
     return {
-        "same": torch.equal(plain[0], again[0]), "timeline": profiled.timeline, "simulated": profiled.simulated,
+        "same": torch.equal(plain[0], result[0]), "timeline": profiled.timeline, "simulated": profiled.simulated,
         "costs": profiled.costs, "measured": measuring.costs(), "text": str(profiled),
     }  # fmt: skip

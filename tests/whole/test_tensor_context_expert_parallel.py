@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import fpipe
+from common import squared
 from fpipe.interop.fsdp import from_fsdp
-from pieces import squared
 
 WIDTH, HIDDEN, LENGTH, ROWS, MICROBATCHES, STAGES = 6, 8, 4, 4, 4, 4
 SCHEDULE = "ZBV"

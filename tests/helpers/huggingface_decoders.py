@@ -1,4 +1,4 @@
-"""Tiny decoders of public families with random weights, for the tests of interop and of acceptance."""
+"""Tiny decoders of public model families with random weights, and their comparison with the unsplit model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHAPE: dict[str, Any] = {
 _GROUPED = {**_SHAPE, "num_key_value_heads": 1}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "output_router_logits": True}
 
-#: name -> (transformers' name for the config, what differs from the common shape)
+#: name -> (config class in transformers, its arguments)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", _GROUPED),
     "mistral": ("MistralConfig", {**_GROUPED, "sliding_window": 4}),
@@ -45,12 +45,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-#: what is split in 4 and 8 stages and run under every schedule
+#: families that run under every schedule, in 4 and in 8 stages
 ACCEPTANCE = ("llama", "qwen3", "qwen3-moe", "mixtral", "gemma", "gpt2")
 
 
 def decoder(family: str, layers: int = 8, *, train: bool = False, **changes: Any) -> Any:
-    """A model of a family; ``changes`` go to its config. Dropout is off unless it trains."""
+    """A model of a family; ``changes`` are arguments of its config. Dropout is off unless ``train``."""
     name, shape = FAMILIES[family]
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     config = getattr(transformers, name)(**{**ends, **shape, "num_hidden_layers": layers, **changes})
@@ -66,30 +66,30 @@ def tokens(rows: int, length: int = 7, seed: int = 1) -> Tensor:
 def unsplit(model: Any, microbatches: int, ids: Tensor, **side: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients by the model's own forward, loss and autograd, one microbatch after another.
 
-    A parameter's gradient stands under each of its names; frozen ones have none.
+    A tied parameter's gradient appears under each of its names; frozen parameters have none.
     """
     total = torch.zeros(())
     for part in range(microbatches):
-        own = {name: value.chunk(microbatches)[part] for name, value in side.items()}
+        arguments = {name: value.chunk(microbatches)[part] for name, value in side.items()}
         piece = ids.chunk(microbatches)[part]
-        total = total + model(input_ids=piece, labels=piece, use_cache=False, **own).loss / microbatches
+        total = total + model(input_ids=piece, labels=piece, use_cache=False, **arguments).loss / microbatches
     leaves = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     unique = dict.fromkeys(leaves.values())
-    found = dict(zip(unique, torch.autograd.grad(total, list(unique)), strict=True))
-    return total.detach(), {name: found[p] for name, p in leaves.items()}
+    grads = dict(zip(unique, torch.autograd.grad(total, list(unique)), strict=True))
+    return total.detach(), {name: grads[p] for name, p in leaves.items()}
 
 
 def distance(grads: Iterable[dict[str, Tensor | None] | None], want: dict[str, Tensor]) -> float:
-    """Norm of the difference of all gradients, relative to the norm of all; names must be the same."""
-    own = {name: g for stage in grads for name, g in (stage or {}).items() if g is not None}
-    assert own.keys() <= want.keys()
-    difference = sum(float((g - want[name]).norm()) ** 2 for name, g in own.items())
+    """Norm of the difference of all gradients, relative to the norm of all; names must be those of ``want``."""
+    found = {name: g for stage in grads for name, g in (stage or {}).items() if g is not None}
+    assert found.keys() <= want.keys()
+    difference = sum(float((g - want[name]).norm()) ** 2 for name, g in found.items())
     return (difference / sum(float(g.norm()) ** 2 for g in want.values())) ** 0.5
 
 
 # ---- one family, split and unsplit, under any schedule ---------------------------------------------------------------
 class Split(NamedTuple):
-    """Stages and parameters of a model with something frozen, and the unsplit model's loss and gradients."""
+    """Stages and parameters of a model with frozen parameters, and the unsplit model's loss and gradients."""
 
     stages: Any
     params: Any
@@ -97,9 +97,9 @@ class Split(NamedTuple):
     grads: dict[str, Tensor]
 
 
-class Found(NamedTuple):
-    """One run, as far as it is here: the loss's relative error, and of each gradient, by name, the squared norms of its
-    error and of itself. A frozen parameter with a gradient, or another one without, is in ``wrong``."""
+class Errors(NamedTuple):
+    """One run on one rank: the loss's relative error, and per gradient the squared norms of its error and of itself.
+    ``wrong`` names frozen parameters with a gradient and trained ones without."""
 
     loss: float
     grads: dict[str, tuple[float, float]]
@@ -107,7 +107,7 @@ class Found(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Relative errors of the loss, of all gradients as one vector, and of the worst single one; and what is wrong."""
+    """Relative errors of the loss, of all gradients as one vector, and of the worst single gradient; wrong names."""
 
     loss: float
     grads: float
@@ -116,49 +116,49 @@ class Verdict(NamedTuple):
 
     @property
     def right(self) -> bool:
-        """Whether this is the unsplit model, as far as float32 goes; what is no number is not."""
+        """Whether the errors are within float32's accuracy. NaN is not."""
         return self.loss < 1e-6 and self.grads < 1e-6 and self.worst < 1e-5 and not self.wrong
 
 
 @cache
 def split(family: str, stages: int) -> Split:
-    """Four stages have a layer each; eight are seven with a layer each, and the head."""
+    """Four stages with a layer each, or seven with a layer each and one with the head."""
     model = decoder(family, layers=4 if stages == 4 else 7)
     for index, (name, parameter) in enumerate(model.named_parameters()):
         parameter.requires_grad_("layers.1" not in name and "h.1" not in name and index % 5 != 3)
     return Split(*huggingface.stages(model, stages), *unsplit(model, MICROBATCHES, tokens(MICROBATCHES, 5)))
 
 
-def against_unsplit(family: str, case: Case, group: Any) -> Found:
-    """One run under a schedule."""
-    made = split(family, case.stages)
+def against_unsplit(family: str, case: Case, group: Any) -> Errors:
+    """Run one step under a schedule and compare it with the unsplit model."""
+    model = split(family, case.stages)
     pipe = fpipe.pipeline(
-        made.stages, case.make(), loss=huggingface.causal_loss, microbatches=MICROBATCHES, group=group
+        model.stages, case.make(), loss=huggingface.causal_loss, microbatches=MICROBATCHES, group=group
     )
     ids = tokens(MICROBATCHES, 5)
-    loss, grads = fpipe.value_and_grad(pipe)(pipe.place(made.params), ids, ids)
-    own = {name: g for stage in grads for name, g in (stage or {}).items()}
-    wrong = [name for name, g in own.items() if (g is None) != (name not in made.grads)]
+    loss, grads = fpipe.value_and_grad(pipe)(pipe.place(model.params), ids, ids)
+    found = {name: g for stage in grads for name, g in (stage or {}).items()}
+    wrong = [name for name, g in found.items() if (g is None) != (name not in model.grads)]
     errors = {
-        name: (float((g - made.grads[name]).square().sum()), float(made.grads[name].square().sum()))
-        for name, g in own.items()
-        if g is not None and name in made.grads
+        name: (float((g - model.grads[name]).square().sum()), float(model.grads[name].square().sum()))
+        for name, g in found.items()
+        if g is not None and name in model.grads
     }
-    return Found(abs(float(loss / made.loss) - 1), errors, tuple(wrong))
+    return Errors(abs(float(loss / model.loss) - 1), errors, tuple(wrong))
 
 
-def verdict(found: Sequence[Found], family: str, stages: int) -> Verdict:
-    """What all ranks of a pipeline found, as one."""
+def verdict(found: Sequence[Errors], family: str, stages: int) -> Verdict:
+    """The errors of all ranks, combined."""
     grads: dict[str, tuple[float, float]] = {}
-    for name, (error, norm) in (own for one in found for own in one.grads.items()):
-        before = grads.get(name, (0.0, 0.0))  # of a stage with several homes
+    for name, (error, norm) in (item for one in found for item in one.grads.items()):
+        before = grads.get(name, (0.0, 0.0))  # several ranks hold a replicated stage
         grads[name] = before[0] + error, before[1] + norm
-    lost = set(split(family, stages).grads) - set(grads)
+    missing = set(split(family, stages).grads) - set(grads)
     whole = sum(error for error, _ in grads.values()) / sum(norm for _, norm in grads.values())
     worst = max(error / norm for error, norm in grads.values() if norm)
     return Verdict(
         sum(one.loss for one in found),
         whole**0.5,
         worst**0.5,
-        (*(w for one in found for w in one.wrong), *sorted(lost)),
+        (*(w for one in found for w in one.wrong), *sorted(missing)),
     )

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fpipe
-from pieces import Count, same, squared
+from common import Count, same, squared
 
 ZERO_BUBBLE = ("ZBV", "InterleavedZeroBubble", "ZBH1", "DualPipeV")
 WIDTH = 3

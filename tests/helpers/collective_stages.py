@@ -1,4 +1,4 @@
-"""Small stages with collectives, marks and draws, for tests of weaving; made once each, so traced once each."""
+"""Small stages with collectives, segments and random numbers, for tests of weaving. Each is cached, so traced once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = 4
 
 
 @cache
-def mixing(members: Any, draws: bool = True) -> Callable[[Any, Tensor], Tensor]:
+def moe_stage(members: Any, draws: bool = True) -> Callable[[Any, Tensor], Tensor]:
     """Attention-like, all_to_all, a shared expert beside it, experts, all_to_all; dropout in three segments."""
     drop = (lambda x: F.dropout(x, 0.25)) if draws else (lambda x: x)
 
@@ -37,8 +37,8 @@ def mixing(members: Any, draws: bool = True) -> Callable[[Any, Tensor], Tensor]:
 
 
 @cache
-def many(members: Any, size: int, rank: int) -> Callable[[Any, Tensor], Tensor]:
-    """Every collective there is, with uneven splits."""
+def all_collectives(members: Any, size: int, rank: int) -> Callable[[Any, Tensor], Tensor]:
+    """Every collective, with uneven splits."""
 
     def stage(p: dict[str, Tensor], x: Tensor) -> Tensor:
         sends = [[1, 3], [2, 2]]  # of four rows
@@ -52,6 +52,6 @@ def many(members: Any, size: int, rank: int) -> Callable[[Any, Tensor], Tensor]:
 
 
 def parameters(stages: int, seed: int = 0) -> list[dict[str, Tensor]]:
-    """One dict a stage."""
+    """One dict per stage."""
     generator = torch.Generator().manual_seed(seed)
     return [{k: torch.randn(WIDTH, WIDTH, generator=generator) / 2 for k in "aobcs"} for _ in range(stages)]

@@ -1,4 +1,4 @@
-"""Training steps that are the same on any group, and tell their results as bits; also a script for torchrun."""
+"""Training steps for any group, which return hashes of their results; also a script for torchrun."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ def loss(y: Tensor, target: Tensor) -> Tensor:
 
 
 def parameters(stages: int) -> list[dict[str, Tensor]]:
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     return [
-        {name: torch.randn(WIDTH, WIDTH, generator=draw) / WIDTH**0.5 for name in ("w1", "w2")} for _ in range(stages)
+        {name: torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5 for name in ("w1", "w2")}
+        for _ in range(stages)
     ]
 
 
 def batch(rows: int, seed: int) -> tuple[Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, WIDTH, generator=draw), torch.randn(rows, WIDTH, generator=draw)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
 
 
 def bits(*tensors: Tensor) -> str:
@@ -47,31 +48,31 @@ def bits(*tensors: Tensor) -> str:
 
 
 def steps(group: Any, name: str, plans: Sequence[tuple[int, int]]) -> dict[Any, str]:
-    """(stage, step) and ("loss", step) -> bits, for every step (microbatches, rows of each) of ``plans``."""
+    """(stage, step) and ("loss", step) -> hash, for every step (microbatches, rows of each) of ``plans``."""
     first = fpipe.make_schedule(name, ranks=group.size, microbatches=plans[0][0])
-    told: dict[Any, str] = {}
+    digests: dict[Any, str] = {}
     pipe = fpipe.pipeline([block] * first.stages, schedule=name, loss=loss, microbatches=plans[0][0], group=group)
     params = pipe.place(parameters(first.stages))
     for step, (microbatches, rows) in enumerate(plans):
         x, y = batch(microbatches * rows, step)
         parts = [fpipe.Microbatches(list(torch.split(each, rows))) for each in (x, y)]
         value, grads = fpipe.value_and_grad(pipe)(params, *parts)
-        told["loss", step] = bits(value)
-        told |= {(stage, step): bits(*grad.values()) for stage, grad in enumerate(grads) if grad is not None}
+        digests["loss", step] = bits(value)
+        digests |= {(stage, step): bits(*grad.values()) for stage, grad in enumerate(grads) if grad is not None}
         params = [p and {k: p[k] - 0.1 * g[k] for k in p} for p, g in zip(params, grads, strict=True)]
-    return told
+    return digests
 
 
-def many(names: Sequence[str], plans: Sequence[tuple[int, int]]) -> dict[str, dict[Any, str]]:
-    """The steps under every schedule, in this process of a group."""
+def steps_under(names: Sequence[str], plans: Sequence[tuple[int, int]]) -> dict[str, dict[Any, str]]:
+    """The steps under each schedule, in one process of a group."""
     group = fpipe.init(timeout=60)
     return {name: steps(group, name, plans) for name in names}
 
 
 if __name__ == "__main__":
-    found = many(sys.argv[1].split(","), [(4, 2), (6, 3)])
-    gathered = fpipe.init(timeout=60).gather_objects(found)
+    results = steps_under(sys.argv[1].split(","), [(4, 2), (6, 3)])
+    gathered = fpipe.init(timeout=60).gather_objects(results)
     if fpipe.init(timeout=60).here[0] == 0:
-        for name in found:
+        for name in results:
             whole = {key: value for part in gathered for key, value in part[name].items()}
             print(name, hashlib.sha256(repr(sorted(whole.items(), key=str)).encode()).hexdigest()[:12])

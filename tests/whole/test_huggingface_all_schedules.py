@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("transformers")
 
 import fpipe
-from decoders import ACCEPTANCE, MICROBATCHES, against_unsplit, verdict
+from huggingface_decoders import ACCEPTANCE, MICROBATCHES, against_unsplit, verdict
 from schedule_table import TABLE, Case
 
 

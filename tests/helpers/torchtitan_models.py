@@ -1,4 +1,4 @@
-"""torchtitan's debug models, imported on machines without a GPU too."""
+"""torchtitan's debug models, imported on machines without a GPU as well."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import pytest
 
 
 @contextmanager
-def _some_triton() -> Iterator[None]:
-    """torchtitan imports triton when it is loaded, also where nothing is ever compiled for a GPU: let that pass."""
+def _stub_triton() -> Iterator[None]:
+    """A stub of triton, which torchtitan imports even where nothing is compiled for a GPU."""
     if importlib.util.find_spec("triton") is not None:
         yield
         return
     import torch
 
-    torch.compile(lambda x: x)  # loads torch's compiler, which must have looked for triton before this
+    torch.compile(lambda x: x)  # torch's compiler looks for triton when it is loaded; load it before the stub exists
 
     triton, language = types.ModuleType("triton"), types.ModuleType("triton.language")
     triton.jit = lambda fn: fn  # type: ignore[attr-defined]
@@ -34,7 +34,7 @@ def _some_triton() -> Iterator[None]:
         del sys.modules["triton"], sys.modules["triton.language"]
 
 
-def titan() -> Any:
+def torchtitan_llama() -> Any:
     """The package's Llama, with its configuration class as ``JobConfig``; skips where torchtitan is not installed."""
     if importlib.util.find_spec("torchtitan") is None:
         pytest.skip("torchtitan is not installed")
@@ -44,7 +44,7 @@ def titan() -> Any:
 
 
 def _loaded() -> Any:
-    with _some_triton():
+    with _stub_triton():
         from torchtitan.config import JobConfig
         from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
         from torchtitan.models import llama3

@@ -1,7 +1,7 @@
-"""Process groups that misbehave as real backends were reported to, each over gloo.
+"""Process groups over gloo with faults that were reported of real backends.
 
-Each profile has the backend itself, the facts that a capability table would hold about it, and a raw call that is
-wrong or refused under it. A test shows that the raw call fails and that the same thing through fpipe is right.
+Each profile consists of the backend, the facts that a capability table holds about it, and a raw call that gives a
+wrong result or raises. A test shows that the raw call fails and that the same operation through fpipe is right.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ SHORT = timedelta(seconds=1)
 NATIVE, REFUSED, WRONG = Status.NATIVE, Status.REFUSED, Status.WRONG
 
 
-class Over(dist.Work):
-    """A work that does something more once the inner one is done."""
+class ThenWork(dist.Work):
+    """Waits for the inner work, then calls ``after``."""
 
     def __init__(self, inner, after: Callable[[], None] = lambda: None):
         super().__init__()
@@ -39,7 +39,7 @@ class Over(dist.Work):
 
 
 class Gloo(dist.ProcessGroup):
-    """Hands everything on to gloo; the profiles below override what they do badly."""
+    """Forwards every call to gloo; the profiles below override the faulty ones."""
 
     def __init__(self, store, rank: int, size: int, timeout: timedelta):
         super().__init__(rank, size)
@@ -78,7 +78,7 @@ class DividesTwice(Gloo):
     def allreduce(self, tensors, opts):
         work = super().allreduce(tensors, opts)
         if opts.reduceOp == dist.ReduceOp.AVG and tensors[0].numel() not in (8, 16, 32) and tensors[0].numel() < 48:
-            return Over(work, lambda: tensors[0].div_(self.size()))
+            return ThenWork(work, lambda: tensors[0].div_(self.size()))
         return work
 
 
@@ -95,17 +95,19 @@ class BatchZeros(Gloo):
         while frame is not None and not batched:
             batched, frame = frame.f_code.co_name == "batch_isend_irecv", frame.f_back
         work = super().recv(tensors, src, tag)
-        return Over(work, lambda: tensors[0].zero_()) if batched else work
+        return ThenWork(work, lambda: tensors[0].zero_()) if batched else work
 
 
 class ReceiveFirstBlocks(Gloo):
     def recv(self, tensors, src, tag):
-        super().recv(tensors, src, tag).wait(SHORT)  # until it is there: two that both receive first wait for ever
-        return Over(DONE)
+        super().recv(tensors, src, tag).wait(
+            SHORT
+        )  # blocks until the message arrives: two ranks that both receive first deadlock
+        return ThenWork(DONE)
 
 
 class StrictPairs(Gloo):
-    """The n-th call that a rank makes for a pair, a send or a receive, meets the other's n-th call or breaks."""
+    """The n-th call of a rank for a pair, send or receive, must match the other rank's n-th call."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -115,7 +117,7 @@ class StrictPairs(Gloo):
         number, self.calls[dst] = self.calls[dst], self.calls[dst] + 1
         header = torch.tensor([number])
         first = self.inner.send([header], dst, tag)
-        return Over(self.inner.send(tensors, dst, tag), lambda: first.wait() or header)
+        return ThenWork(self.inner.send(tensors, dst, tag), lambda: first.wait() or header)
 
     def recv(self, tensors, src, tag):
         number, self.calls[src] = self.calls[src], self.calls[src] + 1
@@ -128,7 +130,7 @@ class StrictPairs(Gloo):
             if header.item() != number:
                 raise RuntimeError(f"call {number} of this pair met call {header.item()}")
 
-        return Over(second, check)
+        return ThenWork(second, check)
 
 
 class IgnoresTags(Gloo):
@@ -142,36 +144,36 @@ class IgnoresTags(Gloo):
 class FewDtypes(Gloo):
     """Carries and reduces no bools, no fp8 and no complex numbers."""
 
-    FEW = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8)
+    SUPPORTED = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8)
 
     def send(self, tensors, dst, tag):
-        return super().send(self.known(tensors), dst, tag)
+        return super().send(self.supported(tensors), dst, tag)
 
     def recv(self, tensors, src, tag):
-        return super().recv(self.known(tensors), src, tag)
+        return super().recv(self.supported(tensors), src, tag)
 
     def allreduce(self, tensors, opts):
-        return super().allreduce(self.known(tensors), opts)
+        return super().allreduce(self.supported(tensors), opts)
 
-    def known(self, tensors: list[Tensor]) -> list[Tensor]:
-        if tensors[0].dtype not in self.FEW:
+    def supported(self, tensors: list[Tensor]) -> list[Tensor]:
+        if tensors[0].dtype not in self.SUPPORTED:
             raise RuntimeError(f"{tensors[0].dtype} is not supported")
         return tensors
 
 
-class Nothing:
+class CompletedWork:
     def wait(self, timeout=None) -> None:
-        """Over."""
+        """Return at once."""
 
 
-DONE = Nothing()
+DONE = CompletedWork()
 
 
 def _facts(what: str, dtypes: str, status: Status) -> Fact:
     return Fact("cpu", "", what, dtypes, status, "these tests", True)
 
 
-#: profile -> the facts that a table would hold about it, before gloo's
+#: profile -> its facts, which take precedence over gloo's
 PROFILES: dict[type[Gloo], tuple[Fact, ...]] = {
     RefusesAvg: (_facts("avg", ALL, REFUSED),),
     DividesTwice: (_facts("avg", ALL, WRONG),),
@@ -185,22 +187,22 @@ PROFILES: dict[type[Gloo], tuple[Fact, ...]] = {
 
 
 def capabilities(profile: type[Gloo]) -> Capabilities:
-    """What is known of a profile: its own facts first, then gloo's."""
+    """The capabilities of a profile: its facts first, then gloo's."""
     name = profile.__name__.lower()
     gloo = [fact for fact in TABLE if (fact.device, fact.backend) == ("cpu", "gloo")]
-    own = (*PROFILES[profile], _facts("parts", ALL, REFUSED))  # no profile hands that on
-    return Capabilities.of("cpu", name, tuple(replace(fact, backend=name) for fact in (*own, *gloo)))
+    facts = (*PROFILES[profile], _facts("parts", ALL, REFUSED))  # no profile forwards that
+    return Capabilities.of("cpu", name, tuple(replace(fact, backend=name) for fact in (*facts, *gloo)))
 
 
 def register() -> None:
-    """Make the profiles known to torch.distributed by their names in small letters."""
+    """Register the profiles with torch.distributed under their names in lower case."""
     for profile in PROFILES:
         name = profile.__name__.lower()
         if name not in dist.Backend.backend_list:
             dist.Backend.register_backend(name, profile, devices=["cpu"])
 
 
-# ---- raw calls: True where the backend did right --------------------------------------------------------------------
+# ---- raw calls: True where the result is right ----------------------------------------------------------------------
 def _mean(pg, rank: int) -> bool:
     x = torch.full((4,), float(rank + 1))
     dist.all_reduce(x, dist.ReduceOp.AVG, group=pg)
@@ -223,18 +225,18 @@ def _batch(pg, rank: int) -> bool:
 
 def _receive_first(pg, rank: int) -> bool:
     y = torch.zeros(3)
-    came = pg.recv([y], 1 - rank, 0)
-    went = pg.send([torch.full((3,), float(rank + 1))], 1 - rank, 0)
-    came.wait(SHORT)
-    went.wait(SHORT)
+    received = pg.recv([y], 1 - rank, 0)
+    sent = pg.send([torch.full((3,), float(rank + 1))], 1 - rank, 0)
+    received.wait(SHORT)
+    sent.wait(SHORT)
     return y.tolist() == [2.0 - rank] * 3
 
 
 def _both_send_first(pg, rank: int) -> bool:
     y = torch.zeros(3)
-    went = pg.send([torch.full((3,), float(rank + 1))], 1 - rank, 0)
+    sent = pg.send([torch.full((3,), float(rank + 1))], 1 - rank, 0)
     pg.recv([y], 1 - rank, 0).wait(SHORT)
-    went.wait(SHORT)
+    sent.wait(SHORT)
     return y.tolist() == [2.0 - rank] * 3
 
 

@@ -1,5 +1,5 @@
-"""A small language model whose blocks read a gain for each row and have an auxiliary loss; the test brings the block
-and the head."""
+"""A small language model whose blocks take a gain per row and return an auxiliary loss; the caller supplies block and
+head."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ROWS, WIDTH, WORDS = 8, 4, 7
 
 
 def data() -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, the tokens that are wanted, and the gains."""
-    draw = torch.Generator().manual_seed(9)
-    x, t = (torch.randint(WORDS, (ROWS, 3), generator=draw) for _ in "xt")
-    return x, t, torch.rand(ROWS, generator=draw)
+    """Tokens, target tokens, and the gains."""
+    generator = torch.Generator().manual_seed(9)
+    x, t = (torch.randint(WORDS, (ROWS, 3), generator=generator) for _ in "xt")
+    return x, t, torch.rand(ROWS, generator=generator)
 
 
 def language(

@@ -1,4 +1,4 @@
-"""Pieces that several tests are made of: a layer and a loss, trees compared to the bit, operations counted."""
+"""Small parts of many tests: a layer, a loss, bitwise comparison of trees, a counter of operations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def squared(y: Tensor, t: Tensor) -> Tensor:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two trees have one form, and leaf for leaf the same bits."""
+    """Whether two trees have the same structure and the same bits in every leaf."""
     left, spec = optree.tree_flatten(a, namespace="fpipe")
     right, other = optree.tree_flatten(b, namespace="fpipe")
     return spec == other and all(map(_alike, left, right))
@@ -30,7 +30,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 class Count(TorchDispatchMode):
-    """How often an operation runs."""
+    """Counts the calls of one operation."""
 
     def __init__(self, name: str):
         super().__init__()

@@ -1,0 +1,111 @@
+"""Runs the code blocks of a page of the documentation.
+
+``python`` blocks of a page share their names, and the page calls what it defines. A ``text`` block after one is its
+output. ``sh`` blocks run through the command line's own function; lines that would start processes (make, torchrun) are
+checked for targets, options and files that exist and that another test runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import doctest
+import io
+import re
+import shlex
+import subprocess
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from torch.distributed.run import get_args_parser as torchrun
+
+from fpipe.command.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+#: files in examples/ that tests/whole/test_examples.py does not run -> the test that does
+EXAMPLES = {"rl_engine.py": "tests/whole/test_trainers.py"}
+
+
+class Block(NamedTuple):
+    """A fenced block."""
+
+    kind: str
+    code: str
+    line: int
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """All fenced blocks, wherever they are indented."""
+    for fence in re.finditer(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", text, re.M | re.S):
+        indent, kind, code = fence.groups()
+        code = "".join(line.removeprefix(indent) for line in code.splitlines(keepends=True))
+        yield Block(kind, code, text[: fence.start()].count("\n") + 2)
+
+
+def shell(line: str) -> None:
+    """Run one line of a shell block, or check that its targets, options and files exist and that a test runs them."""
+    words = shlex.split(line.split("  #")[0])
+    if words[0] == "fpipe" and words[1] != "train":
+        assert main(words[1:]) == 0, line
+    elif words[0] == "make":
+        assert re.search(rf"^{words[1]}:.*##", (ROOT / "Makefile").read_text(), re.M), f"no target: {line}"
+        subprocess.run([*words, "--dry-run"], cwd=ROOT, check=True, capture_output=True)
+    elif words[0] in ("torchrun", "python"):
+        parsed = torchrun().parse_args(words[1:])
+        example, runs = (
+            parsed.training_script,
+            ROOT / EXAMPLES.get(Path(words[-1]).name, "tests/whole/test_examples.py"),
+        )
+        options = [word for word in parsed.training_script_args if word.startswith("--")]
+        assert all(f'"{option}"' in (ROOT / example).read_text() for option in options), line
+        assert Path(example).stem in runs.read_text(), f"{runs.name} does not run {example}"
+    else:
+        raise AssertionError(f"no test runs {line!r}")
+
+
+def check_calls(page: Path) -> None:
+    """Code inside a function has run only if some other code of the page names that function."""
+    tree = ast.parse("".join(b.code for b in blocks(page.read_text(encoding="utf-8")) if b.kind == "python"))
+    for definition in tree.body:
+        if isinstance(definition, (ast.FunctionDef, ast.ClassDef)):
+            others = [node for other in tree.body if other is not definition for node in ast.walk(other)]
+            named = any(isinstance(node, ast.Name) and node.id == definition.name for node in others)
+            assert named, f"{page.name}: nothing calls {definition.name}"
+
+
+def run(page: Path, update: bool = False) -> None:
+    """Run the blocks of a page in order and compare what they print; ``update`` writes it into the page instead."""
+    names: dict[str, object] = {"__name__": "page"}
+    check_calls(page)
+    output: str | None = None  # a block of text with no code before it is a drawing
+    for block in blocks(page.read_text(encoding="utf-8")):
+        where = f"{page.relative_to(ROOT)}:{block.line}"
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            if block.kind == "python":
+                code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
+                exec(code, names)
+            elif block.kind == "sh":
+                for line in filter(None, block.code.splitlines()):
+                    shell(line)
+            elif block.kind == "text" and output is None:
+                continue
+            elif block.kind == "text":
+                same = doctest.OutputChecker().check_output(block.code, output, doctest.ELLIPSIS)
+                if update and not same:
+                    page.write_text(page.read_text(encoding="utf-8").replace(block.code, output, 1), encoding="utf-8")
+                    continue
+                assert same, f"{where}: this is printed:\n{output}"
+            else:
+                raise AssertionError(f"{where}: a block is python, sh or text, not {block.kind!r}")
+        output = None if block.kind == "text" else printed.getvalue()
+
+
+def run_strictly(page: Path, update: bool = False) -> str:
+    """``run`` with warnings as errors; returns the name of the page."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(page, update)
+    return page.name
