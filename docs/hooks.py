@@ -132,7 +132,7 @@ def reference() -> str:
         lines += [f"## {TITLES.get(module, module.strip('_').replace('.', ' ').capitalize())}", ""]
         for name in names.split():
             lines += entry(f"fpipe.{name}", getattr(fpipe, name))
-    for module in fpipe._MODULES.split():
+    for module in fpipe._MODULES:
         if module == "errors":
             continue  # its names stand above
         found = getattr(fpipe, module)
