@@ -1,6 +1,6 @@
-"""What makes pages of the docs from the code they describe: the front page, the schedules, the reference.
+"""Generates pages of the docs from the code: the front page, the list of schedules, the reference.
 
-Used by mkdocs while it builds, and by the tests, which read the same pages. Everything is asked of the package itself.
+mkdocs calls the hooks during a build; the tests generate and check the same pages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fpipe.generators.comparison import per_share  # noqa: E402
 
 # ---- the front page -------------------------------------------------------------------------------------------------
 def index() -> str:
-    """README.md, with its links as seen from within docs/."""
+    """README.md with its links relative to docs/."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     text = re.sub(r"\]\(docs/", "](", text)
     return re.sub(r"\[([^\]]*)\]\((?:examples|tests|CONTRIBUTING|CHANGELOG|LICENSE)[^)]*\)", r"\1", text)
@@ -33,11 +33,11 @@ def index() -> str:
 
 # ---- the schedules --------------------------------------------------------------------------------------------------
 class Facts(NamedTuple):
-    """What is published of a schedule; the total is checked against the simulator when the page is made."""
+    """Published facts about a schedule; a test compares the formula of the total with the simulator."""
 
     paper: str
     arxiv: str
-    total: str  #: with p ranks, m microbatches, and F = I = W = 1 for a rank's whole share
+    total: str  #: for p ranks, m microbatches, and F = I = W = 1 for all stages of a rank together
     peak: str
     formula: Callable[[int, int], float] | None = None
     needs: str = ""
@@ -56,7 +56,7 @@ FACTS = {
     "ZBVZeroBubble": Facts("Qi et al. 2024", "2401.10241", "m(F + B) + (p - 1)/2; span m(F + B)", "p",
                            lambda p, m: 3 * m + (p - 1) / 2),
     "DualPipeV": Facts("DeepSeek-AI 2024", "2412.19437", "m(F + B) + (p - 1)(F&B + B - 3W)/2, F&B = F + B", "p + 1/2",
-                       lambda p, m: 3 * m + (p - 1), "m of 2p or more for its full form"),
+                       lambda p, m: 3 * m + (p - 1), "m >= 2p for its full form"),
     "Eager1F1B": Facts("Zhuang et al. 2022", "2211.05322", "(m + p - 1)(F + B)", "2(p - r) - 1",
                        lambda p, m: 3 * (m + p - 1)),
     "Overlapped1F1B": Facts("Zhuang et al. 2022, its warm-up", "2211.05322", "(m + p - 1)(F + B), F&B = F + B",
@@ -69,9 +69,9 @@ FACTS = {
     "VHalf": Facts("Qi et al. 2024", "2405.15362", "by search on a building block", "(p + 2) // 2"),
     "VMin": Facts("Qi et al. 2024", "2405.15362", "by search on a building block", "(p + 4) // 3"),
     "DualPipe": Facts("DeepSeek-AI 2024", "2412.19437", "m(F + B) + (p/2 - 1)(F&B + B - 3W)", "p + 1", None,
-                      "p even; weights stand twice"),
+                      "p even; each stage is on two ranks"),
     "Chimera": Facts("Li and Hoefler 2021", "2107.06925", "idle p - 2 passes at F = B", "p/2 + 1 to p", None,
-                     "p even; weights stand twice"),
+                     "p even; each stage is on two ranks"),
     "Hanayo": Facts("Liu et al. 2023", "2308.15762", "m(F + B) + (p - 1)(F + B)/2w at F = B", "p"),
 }  # fmt: skip
 P, M = 4, 8
@@ -80,20 +80,20 @@ P, M = 4, 8
 def zoo() -> tuple[str, dict[str, bytes]]:
     """The page of all schedules, and its pictures by path."""
     lines = [
-        "# The schedules", "",
-        f"Every picture here is drawn by `fpipe draw`, for {P} ranks and {M} microbatches, where F, I and W of a",
-        "rank's whole share of the model cost 1 each and B = I + W. *Total* is the makespan of all ranks; *span* the",
-        "longest time from a rank's own first start to its own last end; the bubble is 1 - work/span. A peak counts",
-        "one microbatch's activations of a rank's whole share. p is the number of ranks, m of microbatches, r a rank,",
-        "v the stages on a rank, w the waves.", "",
-        "[Which one to take](howto/choose.md) · `fpipe compare` shows all of them for your own counts and costs", "",
+        "# Schedules", "",
+        f"All pictures are drawn by `fpipe draw` for {P} ranks and {M} microbatches. F, I and W of all stages of a",
+        "rank together cost 1 each, and B = I + W. *Total* is the makespan of all ranks. *Span* is the longest time",
+        "from the first start to the last end of a rank. The bubble is 1 - work/span. Activations are counted in units",
+        "of one microbatch on all stages of a rank. p is the number of ranks, m the number of microbatches, r a rank,",
+        "v the number of stages per rank, w the number of waves.", "",
+        "[Choose a schedule](howto/choose.md) · `fpipe compare` compares all of them for other counts and costs", "",
     ]  # fmt: skip
     pictures: dict[str, bytes] = {}
     for name in fpipe.schedule_names():
         if name not in FACTS:
             continue  # registered by a user
-        made = fpipe.make_schedule(name, P, M)
-        timeline = made.simulate(per_share(fpipe.Costs(), made))
+        schedule = fpipe.make_schedule(name, P, M)
+        timeline = schedule.simulate(per_share(fpipe.Costs(), schedule))
         facts = FACTS[name]
         pictures[f"zoo/{name}.svg"] = svg(timeline)
         peak = " ".join(f"{value:g}" for value in timeline.peak_bytes)
@@ -112,12 +112,12 @@ def zoo() -> tuple[str, dict[str, bytes]]:
 
 
 def _module_of(name: str) -> Any:
-    made = import_module("fpipe.generators")
-    return sys.modules[next(entry.make for entry in made._TABLE if entry.name == name).__module__]
+    generators = import_module("fpipe.generators")
+    return sys.modules[next(entry.make for entry in generators._TABLE if entry.name == name).__module__]
 
 
 def svg(timeline: fpipe.Timeline) -> bytes:
-    """The drawing of a timeline."""
+    """The SVG picture of a timeline."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "picture.svg")
         timeline.save(path)
@@ -126,37 +126,49 @@ def svg(timeline: fpipe.Timeline) -> bytes:
 
 # ---- the reference --------------------------------------------------------------------------------------------------
 def reference() -> str:
-    """Every public name with its signature and docstring; a name without one stops the build."""
-    lines = ["# Reference", "", "Made from the docstrings; the suite runs the examples in them.", ""]
-    for module, names in fpipe._TABLE.items():
-        lines += [f"## {TITLES.get(module, module.strip('_').replace('.', ' ').capitalize())}", ""]
-        for name in names.split():
+    """Every public name with its signature and docstring; a name without a docstring raises ValueError."""
+    lines = ["# Reference", "", "Generated from the docstrings, whose examples are run by the test suite.", ""]
+    modules = {name: module for module, names in fpipe._TABLE.items() for name in names.split()}
+    for title, package in SECTIONS.items():
+        lines += [f"## {title}", ""]
+        for name in sorted(name for name, module in modules.items() if module.startswith(package)):
             lines += entry(f"fpipe.{name}", getattr(fpipe, name))
-    for module in fpipe._MODULES:
-        if module == "errors":
-            continue  # its names stand above
-        found = getattr(fpipe, module)
-        lines += [f"## fpipe.{module}", "", text_of(found, f"fpipe.{module}"), ""]
-        for name in getattr(found, "__all__", ()):
-            if inspect.isclass(getattr(found, name)) or inspect.isfunction(getattr(found, name)):
-                lines += entry(f"fpipe.{module}.{name}", getattr(found, name))
+            del modules[name]
+    if modules:
+        raise ValueError(f"no section of the reference has {sorted(modules)}; add their modules to SECTIONS")
+    for name in fpipe._MODULES:
+        if name == "errors":
+            continue  # each error has an entry above
+        module = getattr(fpipe, name)
+        lines += [f"## fpipe.{name}", "", text_of(module, f"fpipe.{name}"), ""]
+        for member in getattr(module, "__all__", ()):
+            if inspect.isclass(getattr(module, member)) or inspect.isfunction(getattr(module, member)):
+                lines += entry(f"fpipe.{name}.{member}", getattr(module, member))
     return "\n".join(lines)
 
 
-TITLES = {
-    "_pipeline": "Pipelines and their gradients", "_launch": "Processes on this machine", "actions": "Actions",
-    "collectives.local": "Ranks in this process", "collectives.setup": "Ranks under torchrun",
-    "generators": "Schedules by name", "interop.modules": "Modules", "tracing": "What a stage becomes",
-    "transforms": "Gradient transforms", "simulate": "Costs", "profiling": "Measuring",
-}  # fmt: skip
+#: title -> the beginning of the names of its modules; the first section that fits has a name
+SECTIONS: dict[str, str | tuple[str, ...]] = {
+    "Pipelines and their gradients": "running.pipeline",
+    "Stages": "stage",
+    "Modules": "interop.modules",
+    "Batches": ("running.microbatches", "running.padding"),
+    "Other derivatives": "running.derived",
+    "Ranks and processes": ("collectives", "command.launch"),
+    "Schedules": ("schedule", "generators"),
+    "Measuring and debugging": ("running.profile", "running.debugging"),
+    "Programs of a stage": ("programs", "plans.weaving"),
+    "Gradient transforms": "transforms",
+    "Errors": "errors",
+}
 
 
 def entry(name: str, value: Any) -> list[str]:
-    """One name."""
+    """The entry of one name: signature, docstring, members."""
     lines = [f"### {name}", ""]
     if inspect.isclass(value) or callable(value):
-        told = textwrap.wrap(name + signature(value), 96, subsequent_indent="    ", break_long_words=False)
-        lines += ["```text", *told, "```", ""]
+        call = textwrap.wrap(name + signature(value), 96, subsequent_indent="    ", break_long_words=False)
+        lines += ["```text", *call, "```", ""]
     lines += [text_of(value, name), ""]
     if inspect.isclass(value) and not issubclass(value, BaseException):
         for member, doc in members(value):
@@ -165,13 +177,13 @@ def entry(name: str, value: Any) -> list[str]:
 
 
 def signature(value: Any) -> str:
-    """As it is written, without modules."""
+    """The signature of a callable, without the modules of types."""
     try:
-        told = str(inspect.signature(value))
+        text = str(inspect.signature(value))
     except (TypeError, ValueError):
         return "(...)"
-    told = re.sub(r"<(?:function|class|object)[^>]*>", "...", told)
-    return re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Z])", "", told).replace("''", '""').replace("'", "")
+    text = re.sub(r"<(?:function|class|object)[^>]*>", "...", text)
+    return re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Z])", "", text).replace("''", '""').replace("'", "")
 
 
 def members(value: type) -> Iterator[tuple[str, str]]:
@@ -193,7 +205,7 @@ def text_of(value: Any, name: str) -> str:
 
 
 def markdown(doc: str) -> str:
-    """Doctests fenced, double backquotes single, lines that begin with :: or .. made plain."""
+    """reStructuredText of docstrings as markdown: doctests in fences, single backquotes, no directives."""
     out: list[str] = []
     fenced = open_before = False
     for line in doc.splitlines():
@@ -215,41 +227,41 @@ def markdown(doc: str) -> str:
 
 # ---- mkdocs ---------------------------------------------------------------------------------------------------------
 def on_config(config: Any) -> Any:
-    """Pages of the list that are not there yet are left out, and pages that are not in the list come last."""
-    made = {"index.md", "zoo.md", "reference.md"}
-    there = made | {p.relative_to(config.docs_dir).as_posix() for p in Path(config.docs_dir).rglob("*.md")}
-    named: set[str] = set()
+    """Remove missing pages from the navigation, and append pages that it omits."""
+    generated = {"index.md", "zoo.md", "reference.md"}
+    pages = generated | {p.relative_to(config.docs_dir).as_posix() for p in Path(config.docs_dir).rglob("*.md")}
+    listed: set[str] = set()
 
-    def kept(items: list[Any]) -> list[Any]:
+    def existing(items: list[Any]) -> list[Any]:
         out = []
         for item in items:
             ((title, value),) = item.items()
             if isinstance(value, list):
-                out.append({title: kept(value)})
-            elif value in there:
-                named.add(value)
+                out.append({title: existing(value)})
+            elif value in pages:
+                listed.add(value)
                 out.append(item)
         return out
 
-    config.nav = kept(config.nav)
-    config.nav += [{Path(name).stem.replace("_", " ").capitalize(): name} for name in sorted(there - named)]
+    config.nav = existing(config.nav)
+    config.nav += [{Path(name).stem.replace("_", " ").capitalize(): name} for name in sorted(pages - listed)]
     return config
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that are made."""
+    """Add the generated pages."""
     from mkdocs.structure.files import File
 
     page, pictures = zoo()
-    made = {"index.md": index(), "zoo.md": page, "reference.md": reference(), **pictures}
-    for path, content in made.items():
+    generated = {"index.md": index(), "zoo.md": page, "reference.md": reference(), **pictures}
+    for path, content in generated.items():
         files.append(File.generated(config, path, content=content))
     return files
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """Stop the build where a page would load something from elsewhere: it is read without a network."""
-    found = re.search(r"<(?:script|img|link|iframe)\b[^>]*(?:src|href)=[\"']?(?:https?:)?//[^>]*>", output)
-    if found:
-        raise ValueError(f"{page.file.src_path} loads {found[0]}; keep a copy of it in docs/")
+    """Raise ValueError if a page loads a file from a network: the docs must be readable offline."""
+    remote = re.search(r"<(?:script|img|link|iframe)\b[^>]*(?:src|href)=[\"']?(?:https?:)?//[^>]*>", output)
+    if remote:
+        raise ValueError(f"{page.file.src_path} loads {remote[0]}; keep a copy of it in docs/")
     return output

@@ -1,5 +1,5 @@
-// Search without a network: browsers start no worker for a page that is read from a file, so the theme's search runs in
-// a hidden frame of that page. The theme asks for "IFrameWorker" to know it; without this it would fetch one elsewhere.
+// Search without a network. Browsers start no worker for a page that is opened from a file, so this class runs the
+// theme's search in a hidden frame. The theme looks for "IFrameWorker"; without it, the theme downloads its own version.
 if (location.protocol === "file:") {
   window.IFrameWorker = window.Worker = class extends EventTarget {
     constructor(url) {
