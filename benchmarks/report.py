@@ -1,7 +1,7 @@
-"""``docs/performance.md`` out of ``results/*.json``: every figure beside the one it should keep to.
+"""Generates ``docs/performance.md`` from ``results/*.json``: every figure with its bound.
 
 python -m benchmarks.report            writes the page
-python -m benchmarks.report --check    says whether the page is what the results say
+python -m benchmarks.report --check    checks that the page agrees with the results
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ PLAIN = ("GPipe", "1F1B")
 
 HEAD = """# Performance
 
-Made by `make bench` from what it measured; `python -m benchmarks.report` makes it again from the files in
-`benchmarks/results/`. **Bold** is a figure beyond the one that it should keep to. All times are medians, the sides of a
-comparison take turns, and each process has one thread. A load well above the count of processes says that the machine
-had other work as well: then ratios are worth more than times.
+`make bench` measures and generates this page. `python -m benchmarks.report` generates it again from the files in
+`benchmarks/results/`. **Bold** marks a figure that exceeds its bound. All times are medians. The two sides of a
+comparison alternate, and each process has one thread. A load well above the number of processes means that the
+machine had other work; ratios are then more reliable than times.
 """
 
 
 def page() -> str:
-    """The whole page, of those results that are there."""
+    """The whole page, with a section for each result file that exists."""
     parts = [HEAD]
     for name, (title, text, table) in SECTIONS.items():
         file = RESULTS / f"{name}.json"
         if file.exists():
-            found = json.loads(file.read_text(encoding="utf-8"))
-            parts += [f"## {title}\n\n{text}\n", "\n".join(table(found["rows"])) + "\n", _where(found["about"])]
+            result = json.loads(file.read_text(encoding="utf-8"))
+            parts += [f"## {title}\n\n{text}\n", "\n".join(table(result["rows"])) + "\n", _where(result["about"])]
     return "\n".join(parts)
 
 
@@ -76,7 +76,7 @@ def _beside_torch(rows: Rows) -> Iterator[str]:
             f"{r['fpipe bytes'] / 1024:,.0f}", f"{r['torch bytes'] / 1024:,.0f}", _kept(more, 1.0, f"{more:.2f}"),
             _kept(off, 0.02, f"{off:.1%}"),
         ])  # fmt: skip
-    heads = ("", "fpipe ms", "torch ms", "ratio", "at most", "fpipe KiB", "torch KiB", "ratio", "off the plan")
+    heads = ("", "fpipe ms", "torch ms", "ratio", "at most", "fpipe KiB", "torch KiB", "ratio", "plan error")
     yield from _table(heads, lines)
 
 
@@ -99,7 +99,7 @@ def _limit(rows: Rows) -> Iterator[str]:
             _kept(r["foretold / step"], bounds[0], f"{r['foretold / step']:.1%}", bounds[1]), f"{r['message us']:.0f}",
         ])  # fmt: skip
     yield from _table(
-        ("", "limit ms", "step ms", "ratio", "at most", "foretold ms", "of the step", "message us"), lines
+        ("", "limit ms", "step ms", "ratio", "at most", "forecast ms", "of the step", "message us"), lines
     )
 
 
@@ -167,7 +167,7 @@ def _overlap(rows: Rows) -> Iterator[str]:
         most = (0.75, 1.15) if within else (float("inf"), r["plain check: both/longer"])
         plain = f"{r['plain check: both/longer']:.2f}"
         yield from _table(
-            ("", "ms", "woven / it", "at most"),
+            ("", "ms", "ratio of woven to it", "at most"),
             [
                 ["woven", f"{r['woven ms']:,.0f}", "", ""],
                 ["sequential", f"{r['sequential ms']:,.0f}",
@@ -180,8 +180,8 @@ def _overlap(rows: Rows) -> Iterator[str]:
         )  # fmt: skip
         yield ""
         yield (
-            f"Communication over compute {share:.2f}. The plain check: both together {plain} of the longer; an "
-            f"exchange alone keeps {r['plain check: core busy']:.0%} of a core busy."
+            f"Communication / compute: {share:.2f}. Reference check: both together take {plain} of the longer; an "
+            f"exchange alone uses {r['plain check: core busy']:.0%} of a core."
         )
 
 
@@ -196,60 +196,68 @@ def _gpu(rows: Rows) -> Iterator[str]:
 
 
 _PEER = (
-    "The same model, microbatches and processes, 8 microbatches; torch's messages go through gloo, fpipe's through "
-    "memory that the processes share (below, through gloo too); blocks of LayerNorm, Linear(D, 4D), GELU, "
-    "Linear and a residual. Small: D = 16, 4 tokens, 1 block a stage; medium: D = 256, 64 tokens, 2 blocks. Bytes are "
-    "the most that a rank holds in a step, by one counter for both; the plan foretells fpipe's."
+    "Both sides run the same model with the same 8 microbatches on the same processes. Messages of torch go through "
+    "gloo, messages of fpipe through shared memory (a later section compares both through gloo). A block is LayerNorm, "
+    "Linear(D, 4D), GELU, Linear and a residual connection. Small: D = 16, 4 tokens, 1 block per stage. Medium: D = "
+    "256, 64 tokens, 2 blocks per stage. KiB is the peak memory of a rank in a step, measured by one counter for both "
+    "sides. *Plan error* is the difference between the peak in the plan and the measured peak of fpipe."
 )
 _LIMIT = (
-    "Two processes. The limit is the simulator's makespan with the times of the programs alone, every rank running its "
-    "own at once, and the time of a message between two idle ranks, one way. What is foretold is the makespan by the "
-    "costs that `fpipe profile` takes: of programs and messages as they are within a step. At medium it should be "
-    "within 10 % of the step."
+    "Two processes. The limit is the makespan that the simulator computes from the times of the programs alone (all "
+    "ranks run their programs at the same time) and the one-way time of a message between two idle ranks. The forecast "
+    "is the makespan by the costs that `fpipe profile` measures: programs and messages within a step. At medium size "
+    "the forecast should be within 10 % of the step."
 )
 _SPLIT = (
-    "Four transformer blocks as one stage: the backward in two parts beside the backward in one, and torch's split."
+    "Four transformer blocks as one stage: the backward in two parts (I and W) compared with the backward in one part "
+    "(B), and with torch's split."
 )
-_RUNNER = "A step less the programs that it calls, over its instructions; small stages, a local group of 4 ranks."
+_RUNNER = (
+    "The time of a step minus the time of its programs, divided by its number of instructions; small stages, a local "
+    "group of 4 ranks."
+)
 _COLD = (
-    "32 stages of one block function (D = 256), 8 microbatches, from `fpipe.pipeline` to the end of the first step; "
-    "then a second pipeline of the same functions. Best of three cold processes; torch is imported before."
+    "32 stages of one block function (D = 256), 8 microbatches. *First* is the time from `fpipe.pipeline` to the end "
+    "of the first step, *second* the same for a second pipeline of the same functions. Best of three new processes; "
+    "torch is imported before."
 )
-_SCALE = "256 ranks, 2,048 microbatches: one rank's plan, of the rank that takes longest; and the whole schedule."
+_SCALE = (
+    "256 ranks, 2,048 microbatches. Lowering: the plan of the rank that takes longest. Check and simulation: the whole "
+    "schedule."
+)
 _OVERLAP = (
-    "Two processes with experts of each other's tokens, DualPipeV, two all_to_all in every stage. Here the two cores "
-    "that compute also move the bytes, so little can be hidden. The plain check, one exchange beside products of "
-    "matrices of the same length without any library, says how much; woven over the longer is held to that. And an "
-    "exchange is short beside the least that a stage can compute."
+    "Two processes that exchange tokens for their experts, DualPipeV, two all_to_all per stage. The two cores that "
+    "compute also copy the bytes, so little can be hidden. The reference check measures this without any library: one "
+    "exchange during matrix products of the same duration. Its ratio is the bound for the woven step."
 )
 _NARROW = (
-    "The same between two network namespaces with 200 mbit between them, where a byte takes time and no core: 24 "
-    "microbatches, 1 MB an exchange, sized for communication alone to take three quarters of compute alone."
+    "The same between two network namespaces with a link of 200 mbit, where a transfer takes time but no core: 24 "
+    "microbatches, 1 MB per exchange, sized so that communication alone takes three quarters of compute alone."
 )
 
 #: result -> (title, what was done, the table)
 SECTIONS: dict[str, tuple[str, str, Callable[[Any], Iterator[str]]]] = {
-    "torch": ("Beside torch.distributed.pipelining, 2 processes", _PEER, _beside_torch),
-    "torch4": ("Beside torch.distributed.pipelining, 4 processes", "As above.", _beside_torch),
+    "torch": ("Compared with torch.distributed.pipelining, 2 processes", _PEER, _beside_torch),
+    "torch4": ("Compared with torch.distributed.pipelining, 4 processes", "As above.", _beside_torch),
     "sockets": (
-        "Beside torch.distributed.pipelining, through sockets",
-        "As above, with `FPIPE_SHARED_MEMORY=0`: fpipe's messages go through gloo too, as between two hosts.",
+        "Compared with torch.distributed.pipelining, through sockets",
+        "As above, with `FPIPE_SHARED_MEMORY=0`: messages of fpipe go through gloo too, as between two hosts.",
         _through_sockets,
     ),
-    "limit": ("Against the limit, and against the forecast", _LIMIT, _limit),
-    "split": ("What splitting the backward costs", _SPLIT, _split),
-    "runner": ("What the runner costs", _RUNNER, _runner),
+    "limit": ("Compared with the limit and with the forecast", _LIMIT, _limit),
+    "split": ("Cost of splitting the backward", _SPLIT, _split),
+    "runner": ("Cost of the runner", _RUNNER, _runner),
     "cold": ("Cold start", _COLD, _cold),
     "scale": ("Scale", _SCALE, _scale),
-    "schedules": ("Schedules as data", "Medians of five, in plain Python, torch not imported.", _schedules),
+    "schedules": ("Schedules as data", "Medians of five, in plain Python, without torch.", _schedules),
     "optimizer": (
         "Optimizers",
-        "200 parameters in 8 stages; torch's is foreach AdamW, or clipping and it.",
+        "200 parameters in 8 stages, compared with torch's foreach AdamW, without and with clipping.",
         _optimizer,
     ),
     "overlap": ("Woven forwards and backwards, on one host", _OVERLAP, _overlap),
     "narrow": ("Woven forwards and backwards, over a narrow link", _NARROW, _overlap),
-    "gpu": ("On one GPU", "A local group of four ranks on the one GPU, ZBV; `make bench-gpu`.", _gpu),
+    "gpu": ("On one GPU", "A local group of four ranks on one GPU, ZBV; measured by `make bench-gpu`.", _gpu),
 }
 
 
@@ -257,7 +265,7 @@ def main() -> int:
     """Write the page, or compare it."""
     if "--check" in sys.argv[1:]:
         same = PAGE.exists() and PAGE.read_text(encoding="utf-8") == page()
-        print("the page is what the results say" if same else "the page is not what the results say; write it anew")
+        print("the page agrees with the results" if same else "the page differs from the results; generate it again")
         return 0 if same else 1
     write(PAGE)
     return 0
