@@ -24,7 +24,8 @@ from fpipe.generators import make_schedule
 from fpipe.running.profile.profiling import Profile
 from fpipe.schedule import Schedule
 from fpipe.schedules.actions import Action
-from fpipe.schedules.simulation import Costs, simulate_rows
+from fpipe.schedules.costs import Costs
+from fpipe.schedules.simulation import simulate_rows
 
 SIMULATED = ("1F1B", "ZB1P", "ZBH2", "ZBVZeroBubble")
 MEASURED = ("ZBH2", "ZBVZeroBubble")

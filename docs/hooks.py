@@ -11,7 +11,6 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import fpipe  # noqa: E402
-from fpipe.generators import about_schedule  # noqa: E402
+from fpipe.generators import about_schedule, catalogue  # noqa: E402
 from fpipe.generators.comparison import per_share  # noqa: E402
 
 
@@ -112,8 +111,7 @@ def zoo() -> tuple[str, dict[str, bytes]]:
 
 
 def _module_of(name: str) -> Any:
-    generators = import_module("fpipe.generators")
-    return sys.modules[next(entry.make for entry in generators._TABLE if entry.name == name).__module__]
+    return sys.modules[next(entry.make for entry in catalogue.TABLE if entry.name == name).__module__]
 
 
 def svg(timeline: fpipe.Timeline) -> bytes:

@@ -35,7 +35,7 @@ _TABLE = {
     "running.pipeline": "Pipeline grad pipeline value_and_grad vjp weighted",
     "running.profile.profiling": "measure_costs profile",
     "schedule": "Action Fused Placement Schedule",
-    "schedules.simulation": "Costs",
+    "schedules.costs": "Costs",
     "schedules.timeline": "Timeline",
     "stage": "Stage remat",
     "transforms": "Transform accumulate adamw add_noise apply_updates cast chain clip_by_global_norm"
@@ -105,7 +105,7 @@ if TYPE_CHECKING:
     from .schedule import Fused as Fused
     from .schedule import Placement as Placement
     from .schedule import Schedule as Schedule
-    from .schedules.simulation import Costs as Costs
+    from .schedules.costs import Costs as Costs
     from .schedules.timeline import Timeline as Timeline
     from .stage import Stage as Stage
     from .stage import remat as remat

@@ -15,9 +15,11 @@ from os import PathLike
 from pathlib import Path
 
 from .errors import ScheduleError
-from .schedules.actions import Action, AnyAction, Fused, Placement, Row, plain
+from .schedules.actions import Action, AnyAction, Fused, Row, plain
 from .schedules.check import check_rows
-from .schedules.simulation import Costs, simulate_rows
+from .schedules.costs import Costs
+from .schedules.placement import Placement
+from .schedules.simulation import simulate_rows
 from .schedules.text import format_csv, format_rows, parse_csv, parse_rows
 from .schedules.timeline import Timeline
 
@@ -125,15 +127,7 @@ class Schedule:
     @classmethod
     def from_csv(cls, path: str | PathLike[str]) -> Schedule:
         """Read a CSV of ours or of torch.distributed.pipelining; its communication actions are dropped."""
-        try:
-            text = Path(path).read_bytes().decode("utf-8")
-        except OSError as error:
-            raise ScheduleError(f"cannot read {str(path)!r}: {error.strerror}; give the path of a CSV file") from error
-        except UnicodeDecodeError as error:
-            raise ScheduleError(f"{path} is not text (byte {error.start}); give a CSV of actions") from error
-        except ValueError as error:  # a NUL in the path
-            raise ScheduleError(f"cannot read {str(path)!r}: {error}; give the path of a CSV file") from error
-        return cls(parse_csv(text), name=Path(path).stem)
+        return cls(parse_csv(read_text(path)), name=Path(path).stem)
 
     # ---- parts --------------------------------------------------------------------------------------------------
     def only(self, ops: Iterable[str]) -> Schedule:
@@ -172,6 +166,17 @@ class Schedule:
         6.0
         """
         return simulate_rows(self.rows, self.placement, self.microbatches, costs or Costs(), name=self.name)
+
+
+def read_text(path: str | PathLike[str]) -> str:
+    """The text of a file of actions."""
+    try:
+        return Path(path).read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ScheduleError(f"{path} is not text (byte {error.start}); give a CSV of actions") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = getattr(error, "strerror", None) or error
+        raise ScheduleError(f"cannot read {str(path)!r}: {reason}; give the path of a CSV file") from error
 
 
 def _refuse_strange(rows: Sequence[Row]) -> None:

@@ -21,10 +21,10 @@ import click
 
 from .._version import __version__
 from ..errors import FpipeError, ScheduleError
-from ..generators import about_schedule, comparison, make_schedule, schedule_names
+from ..generators import about_schedule, comparison, is_path, read_schedule, schedule_from, schedule_names
 from ..schedule import Schedule
 from ..schedules import pictures
-from ..schedules.simulation import Costs
+from ..schedules.costs import Costs
 
 #: name -> (module:command, the line that `fpipe --help` shows): loaded when they are run
 ELSEWHERE: dict[str, tuple[str, str]] = {
@@ -184,10 +184,10 @@ def _costs(text: str) -> Costs:
 
 def _given(what: str, ranks: int | None, microbatches: int | None, stages: int | None) -> Schedule:
     """The schedule of a name or a file; the counts make the one and are checked against the other."""
-    if not _is_file(what):
+    if not is_path(what):
         p, m = _bounded(ranks, microbatches)
         with _as_usage():
-            return make_schedule(what, p, m, stages)
+            return schedule_from(what, p, m, stages)
     found = _read(Path(what))
     for name, asked in (("ranks", ranks), ("microbatches", microbatches), ("stages", stages)):
         has = getattr(found, name)
@@ -211,23 +211,11 @@ def _bounded(ranks: int | None, microbatches: int | None) -> tuple[int, int]:
     return p, m
 
 
-def _is_file(what: str) -> bool:
-    named = what.lower() in map(str.lower, schedule_names())
-    return Path(what).suffix.lower() in (".csv", ".txt") or os.sep in what or (os.path.isfile(what) and not named)
-
-
 def _read(path: Path) -> Schedule:
     """The schedule in a file: brackets or CSV."""
     if not path.is_file():
         raise click.UsageError(f"there is no file {str(path)!r}", click.get_current_context())
-    with path.open("rb") as file:
-        brackets = file.read(4096).lstrip()[:1] == b"["
-    if not brackets:
-        return Schedule.from_csv(path)
-    try:
-        return Schedule.parse(path.read_text(encoding="utf-8"), name=path.stem)
-    except UnicodeDecodeError as error:
-        raise ScheduleError(f"{path} is not text (byte {error.start}); give a file of actions") from error
+    return read_schedule(path)
 
 
 def _checked(schedule: Schedule) -> Schedule:

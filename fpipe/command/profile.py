@@ -13,9 +13,9 @@ from typing import Any
 import click
 
 from ..errors import ScheduleError, StageError
-from ..generators import make_schedule
+from ..generators import schedule_from
 from ..schedule import Schedule
-from ..schedules.simulation import Costs
+from ..schedules.costs import Costs
 from ..schedules.timeline import Timeline
 
 _COUNT = click.IntRange(1)
@@ -78,9 +78,7 @@ def profile(
 
 def _schedule(what: str, ranks: int, microbatches: int) -> Schedule:
     try:
-        if Path(what).suffix.lower() == ".csv":
-            return Schedule.from_csv(what).check()
-        return make_schedule(what, ranks, microbatches).check()
+        return schedule_from(what, ranks, microbatches).check()
     except ScheduleError as error:
         raise click.UsageError(str(error), click.get_current_context()) from error
 

@@ -28,8 +28,8 @@ from math import inf
 
 from ..errors import ScheduleError
 from ..schedule import Schedule
-from ..schedules.simulation import Costs
-from ._words import one_a_rank
+from ..schedules.costs import Costs
+from .patterns import one_a_rank
 
 _ALMOST = 1 + 1e-9  #: times that are sums of the same costs in another order differ by less
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from ..errors import ScheduleError, StageError
 from ..schedule import Schedule
-from ..schedules.actions import Placement
-from ..schedules.simulation import Costs
+from ..schedules.costs import Costs
+from ..schedules.placement import Placement
 from ..schedules.timeline import Timeline
-from . import make_schedule, schedule_names
+from .catalogue import make_schedule, schedule_names
 
 #: How many simulated actions a search may spend; a second or two.
 _BUDGET = 2_000_000

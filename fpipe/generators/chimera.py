@@ -24,9 +24,10 @@ from typing import TypeAlias
 
 from ..errors import ScheduleError
 from ..schedule import Schedule
-from ..schedules.actions import Action, Op, Placement, Row
-from ._words import deal, evenly, keep, tape
+from ..schedules.actions import Action, Op, Row
+from ..schedules.placement import Placement
 from .one_f_one_b import make_one_f_one_b
+from .patterns import deal, evenly, keep, tape
 
 Leg: TypeAlias = tuple[int, Op, Sequence[range]]  #: stage, op, the microbatches of each unit
 

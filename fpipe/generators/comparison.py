@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from ..errors import ScheduleError
 from ..schedule import Schedule
-from ..schedules.simulation import Costs
-from . import make_schedule, schedule_names
+from ..schedules.costs import Costs
+from .catalogue import make_schedule, schedule_names
 
 
 class Entry(NamedTuple):

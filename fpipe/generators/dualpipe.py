@@ -30,9 +30,10 @@ from dataclasses import replace
 
 from ..errors import ScheduleError
 from ..schedule import Schedule
-from ..schedules.actions import Action, Placement, Row
-from ._words import Tape, deal, fused, keep, oldest, queueing, tape
+from ..schedules.actions import Action, Row
+from ..schedules.placement import Placement
 from .one_f_one_b import make_one_f_one_b
+from .patterns import Tape, deal, fused, keep, oldest, queueing, tape
 
 
 def make_dual_pipe_v(ranks: int, microbatches: int, stages: int) -> Schedule:

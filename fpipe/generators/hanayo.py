@@ -18,9 +18,9 @@ many as a unit has microbatches.
 from __future__ import annotations
 
 from ..schedule import Schedule
-from ..schedules.actions import Placement
-from ._words import evenly, keep
+from ..schedules.placement import Placement
 from .chimera import Leg, stream, two_streams
+from .patterns import evenly, keep
 
 
 def make_hanayo(ranks: int, microbatches: int, stages: int) -> Schedule:

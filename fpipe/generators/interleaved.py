@@ -21,8 +21,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..schedule import Schedule
-from ..schedules.actions import Op, Placement
-from ._words import deal, evenly, tape
+from ..schedules.actions import Op
+from ..schedules.placement import Placement
+from .patterns import deal, evenly, tape
 
 
 def groups(microbatches: int, ranks: int) -> list[range]:

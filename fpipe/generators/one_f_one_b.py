@@ -23,8 +23,8 @@ that one's communication can run beside the other's computation:
 from __future__ import annotations
 
 from ..schedule import Schedule
-from ..schedules.actions import Placement
-from ._words import deal, fused, one_a_rank, tape
+from ..schedules.placement import Placement
+from .patterns import deal, fused, one_a_rank, tape
 
 
 def make_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:

@@ -28,7 +28,8 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from ..schedule import Schedule
-from ..schedules.actions import Action, Op, Placement
+from ..schedules.actions import Action, Op
+from ..schedules.placement import Placement
 
 _PERIOD = 6  #: of slots: F, f, i, I and their two W
 

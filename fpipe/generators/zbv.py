@@ -14,8 +14,8 @@ least 2p - 1 microbatches, and leaves out the last ones where there are fewer.
 from __future__ import annotations
 
 from ..schedule import Schedule
-from ..schedules.actions import Placement
-from ._words import deal, keep, tapes
+from ..schedules.placement import Placement
+from .patterns import deal, keep, tapes
 
 
 def make_zbv(ranks: int, microbatches: int, stages: int) -> Schedule:

@@ -18,8 +18,8 @@ The interleaved form does the same with several chunks on each rank, in the orde
 from __future__ import annotations
 
 from ..schedule import Schedule
-from ._words import one_a_rank
 from .interleaved import by_groups
+from .patterns import one_a_rank
 
 
 def make_zb_h1(ranks: int, microbatches: int, stages: int) -> Schedule:

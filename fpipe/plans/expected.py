@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from ..programs.program import Program
 from ..schedules.actions import AnyAction
-from ..schedules.simulation import Beside, Costs
+from ..schedules.costs import Beside, Costs
 from .plan import LoweringInput, Plan
 from .weaving.estimates import nanoseconds
 from .weaving.segments import collectives_of

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from ..schedules.actions import RULE, Action, plain
-from ..schedules.simulation import Costs, simulate_rows
+from ..schedules.actions import Action, plain
+from ..schedules.costs import Costs
+from ..schedules.dependencies import RULE
+from ..schedules.simulation import simulate_rows
 from ..specs import Spec
 from .plan import LoweringInput, ProgramSet, Step, spec_of
 from .value_graph import Key, Out

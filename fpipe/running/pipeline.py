@@ -25,7 +25,7 @@ from ..plans.weaving.weave import Overlap
 from ..programs._functorch import functional
 from ..programs.losses import loss_sides
 from ..schedule import Schedule
-from ..schedules.simulation import Costs
+from ..schedules.costs import Costs
 from ..stage import Engine, Stage, as_stage, settled, trusted
 from .calls import RESERVED, Call
 from .derived import nested

@@ -24,8 +24,9 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from ..errors import ScheduleError
-from .actions import RULE, Action, AnyAction, Fact, Fused, Placement, Row, gives, needs
-from .dependences import Blocked, Walk, walk
+from .actions import Action, AnyAction, Fused, Row
+from .dependencies import RULE, Blocked, Fact, Walk, needs, provides, walk
+from .placement import Placement
 
 _BIT = {"F": 1, "B": 2, "I": 4, "W": 8}
 #: op -> the ops of the same stage and microbatch that must not be there as well, as bits
@@ -232,7 +233,7 @@ def stuck(rows: Sequence[Row], stages: int, result: Walk) -> ScheduleError:
 
 def _dependent(parts: Sequence[Action], stages: int) -> tuple[Action, Action] | None:
     for one, other in product(parts, parts):
-        if set(needs(one, stages)) & set(gives(other)):
+        if set(needs(one, stages)) & set(provides(other)):
             return one, other
     return None
 
@@ -241,12 +242,12 @@ def _makers(rows: Sequence[Row]) -> Iterator[tuple[Fact, tuple[int, int]]]:
     for rank, row in enumerate(rows):
         for position, cell in enumerate(row):
             for part in cell.parts:
-                for fact in gives(part):
+                for fact in provides(part):
                     yield fact, (rank, position)
 
 
 def _maker(cell: AnyAction, fact: Fact) -> Action:
-    return next(part for part in cell.parts if fact in gives(part))
+    return next(part for part in cell.parts if fact in provides(part))
 
 
 def _circle(rows: Sequence[Row], blocked: dict[int, Blocked], makers: dict[Fact, tuple[int, int]]) -> ScheduleError:

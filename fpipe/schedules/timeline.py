@@ -14,50 +14,25 @@ from functools import cached_property
 from math import fsum, inf
 from operator import sub
 from os import PathLike
-from typing import NamedTuple
 
 from ..errors import ScheduleError
 from . import pictures
-from .actions import RULE, Action, AnyAction, Placement, Row
-from .dependences import Facts
+from .actions import Action, AnyAction, Row
+from .dependencies import RULE, Facts
+from .placement import Placement
+from .spans import Carried, Span, Wait
 
 #: op -> activations that it adds to what its rank holds
 _ACTIVATIONS = {"F": 1, "I": 0, "W": -1, "B": -1}
-
-
-class Span(NamedTuple):
-    """One action on one rank, from ``start`` to ``end``; ``position`` is its index in the rank's row."""
-
-    rank: int
-    position: int
-    action: AnyAction
-    start: float
-    end: float
-
-
-class Carried(NamedTuple):
-    """What a rank's link carries beside its computing, by the prediction of a weave."""
-
-    start: float
-    end: float
-    what: str
-
-
-class Wait(NamedTuple):
-    """What an action waited for: where that stands, and for how long its own rank was idle before it."""
-
-    rank: int
-    position: int
-    time: float
 
 
 @dataclass(frozen=True, repr=False)
 class Timeline:
     """Start and end of every action, and the figures that follow from them.
 
-    ``starts[rank][position]`` and ``ends`` are times; ``causes`` is the number of the fact (see ``walk.Facts``) whose
-    coming ended the rank's wait before that action, or -1 where it did not wait. ``memory[op]`` is what an action adds
-    to what its rank holds, one number per stage; ``boundary`` is the bytes that pass between a stage and the next.
+    ``starts[rank][position]`` and ``ends`` are times; ``causes`` is the index of the fact (see ``dependencies.Facts``)
+    whose arrival ended the rank's wait before that action, or -1 where it did not wait. ``memory[op]`` is what an
+    action adds to what its rank holds, one number per stage; ``boundary`` is the bytes that pass between a stage and the next.
 
     >>> from fpipe.schedule import Schedule
     >>> t = Schedule.parse("[0F0, 0F1, 0B0, 0B1]\\n[1F0, 1B0, 1F1, 1B1]").simulate()

@@ -16,7 +16,7 @@ import pytest
 from fpipe.command import cli
 from fpipe.errors import ScheduleError
 from fpipe.generators import comparison, make_schedule, schedule_names
-from fpipe.schedules.simulation import Costs
+from fpipe.schedules.costs import Costs
 
 GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 

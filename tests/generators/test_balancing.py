@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.generators.balancing import estimate, spread
-from fpipe.schedules.actions import Placement
+from fpipe.schedules.placement import Placement
 
 COSTS = st.lists(st.integers(0, 6), min_size=4, max_size=9).filter(any)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fpipe import Action, Fused, Placement, Schedule, ScheduleError, make_schedule
 from fpipe.schedules.check import check_rows
-from fpipe.schedules.dependences import Facts, walk
+from fpipe.schedules.dependencies import Facts, walk
 from schedule_table import TABLE, cases
 
 GOOD = "[0F0, 0F1, 0B0, 0B1]\n[1F0, 1B0, 1F1, 1B1]"

@@ -18,8 +18,10 @@ from fpipe.errors import FpipeError
 from fpipe.generators import make_schedule
 from fpipe.schedules import pictures
 from fpipe.schedules.actions import Action, AnyAction, Fused
-from fpipe.schedules.pictures import _colours, _font, _layout, _png, _scene, _terminal
-from fpipe.schedules.simulation import Costs
+from fpipe.schedules.costs import Costs
+from fpipe.schedules.pictures import _font, colours, png, terminal
+from fpipe.schedules.pictures import page as layout
+from fpipe.schedules.pictures.scene import _steps, scenes
 from fpipe.schedules.timeline import Timeline
 
 NAMES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBV", "DualPipeV", "DualPipe", "ZBH2")
@@ -77,12 +79,12 @@ VISIONS = {
 
 
 def seen(colour: str, vision: str) -> tuple[float, float, float]:
-    linear = _colours._linear(colour)
+    linear = colours._linear(colour)
     there = [sum(a * b for a, b in zip(row, linear, strict=True)) for row in VISIONS[vision]]
     gamma = [
         12.92 * v if v <= 0.0031308 else 1.055 * v ** (1 / 2.4) - 0.055 for v in (min(max(v, 0), 1) for v in there)
     ]
-    return _colours.lab("#" + "".join(f"{round(255 * v):02x}" for v in gamma))
+    return colours.lab("#" + "".join(f"{round(255 * v):02x}" for v in gamma))
 
 
 @pytest.mark.parametrize("vision", VISIONS)
@@ -91,19 +93,19 @@ def test_kinds_of_work_stay_apart_for_colour_blind_eyes(vision: str, shades: int
     for a, b in combinations("FBIW", 2):
         for j in range(shades):
             for k in range(shades):
-                one, two = _colours.fill(a, j, shades), _colours.fill(b, k, shades)
+                one, two = colours.fill(a, j, shades), colours.fill(b, k, shades)
                 assert dist(seen(one, vision), seen(two, vision)) > 20, (a, j, b, k)
 
 
 @pytest.mark.parametrize("shades", [2, 3, 4])
 def test_shades_of_one_kind_differ_and_letters_can_be_read(shades: int):
     for op in "FBIW":
-        fills = [_colours.fill(op, k, shades) for k in range(shades)]
-        assert all(dist(_colours.lab(a), _colours.lab(b)) > 6 for a, b in combinations(fills, 2))
+        fills = [colours.fill(op, k, shades) for k in range(shades)]
+        assert all(dist(colours.lab(a), colours.lab(b)) > 6 for a, b in combinations(fills, 2))
         for ground in fills:
-            low, high = sorted((_colours.luminance(ground), _colours.luminance(_colours.ink(ground))))
+            low, high = sorted((colours.luminance(ground), colours.luminance(colours.ink(ground))))
             assert (high + 0.05) / (low + 0.05) >= 4.5, ground
-    assert len({_colours.of_256(_colours.fill(op, k, 2)) for op in "FBIW" for k in range(2)}) == 8
+    assert len({colours.of_256(colours.fill(op, k, 2)) for op in "FBIW" for k in range(2)}) == 8
 
 
 # ---- terminal -------------------------------------------------------------------------------------------------------
@@ -187,7 +189,7 @@ def test_colour_is_on_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch):
 def test_fused_actions_show_both_parts_in_their_colours():
     text = pictures.draw(Toy(), width=70, color=True)
     for op in "FB":
-        red, green, blue = _colours.rgb(_colours.fill(op))
+        red, green, blue = colours.rgb(colours.fill(op))
         assert f"48;2;{red};{green};{blue}m" in text.splitlines()[3]
     assert "1F1----------&1B0----------" in pictures.draw(Toy(), width=70, color=False)
 
@@ -202,7 +204,7 @@ def test_several_timelines_share_one_axis():
 # ---- scenes ---------------------------------------------------------------------------------------------------------
 def test_few_seconds_are_told_in_smaller_units():
     spans = [(0, Action(0, "F", 0), 5.0, 5.0125), (0, Action(0, "B", 0), 5.0125, 5.025)]
-    (scene,) = _scene.scenes(Timeline.measured(spans, unit="s"))
+    (scene,) = scenes(Timeline.measured(spans, unit="s"))
     assert (scene.unit, scene.total) == ("ms", pytest.approx(25))
     assert "25 ms" in pictures.draw(Timeline.measured(spans, unit="s"), width=60, color=False)
 
@@ -217,19 +219,19 @@ def test_timelines_in_different_units_have_no_axis():
 def test_a_timeline_without_a_unit_is_stretched_to_one_that_has_it():
     simulated = timeline("1F1B")
     measured = Timeline.measured([(s.rank, s.action, s.start / 500, s.end / 500) for s in simulated], unit="s")
-    one, two = _scene.scenes([simulated, measured])
+    one, two = scenes([simulated, measured])
     assert (one.unit, one.one) == ("ms", pytest.approx(2))
     assert one.total == pytest.approx(two.total) == pytest.approx(66)
     assert "1 of its units drawn as 2 ms" in pictures.draw([simulated, measured], width=150, color=False)
-    assert _scene.scenes([simulated, simulated])[0].one == 0
+    assert scenes([simulated, simulated])[0].one == 0
 
 
 def test_directions_of_a_bidirectional_schedule_get_different_shades():
-    (scene,) = _scene.scenes(timeline("DualPipe"))
+    (scene,) = scenes(timeline("DualPipe"))
     shades = {bar.shades[0] for bar in scene.lanes[0].bars if str(bar.action) in ("0F0", "3F4")}
     assert shades == {0, 1}
     assert scene.shades == 2
-    (scene,) = _scene.scenes(timeline("Interleaved1F1B"))
+    (scene,) = scenes(timeline("Interleaved1F1B"))
     assert {(b.action.parts[0].stage // 4, b.shades[0]) for b in scene.lanes[2].bars} == {(0, 0), (1, 1)}
 
 
@@ -239,7 +241,7 @@ def test_a_measured_timeline_may_lack_actions():
     toy.spans = tuple(
         tuple(Span(r, i, a, s, e) for i, (_, a, s, e) in enumerate(x for x in spans if x[0] == r)) for r in (0, 1)
     )  # type: ignore[assignment]
-    (scene,) = _scene.scenes(toy)
+    (scene,) = scenes(toy)
     assert [bar.shades for bar in scene.lanes[1].bars] == [(1,), (0,)]
 
 
@@ -312,15 +314,15 @@ def test_png_shows_what_the_layout_says(tmp_path: Path):
     t = timeline("DualPipeV", costs="overlap=3")
     pictures.save(t, tmp_path / "a.png")
     wide, high, rows = pixels((tmp_path / "a.png").read_bytes())
-    page = _layout.page(_scene.scenes(t))
+    page = layout.page(scenes(t))
     assert (wide, high) == (round(2 * page.width), round(2 * page.height))
-    rects = [s for s in page.shapes if isinstance(s, _layout.Rect) and s.hint]
+    rects = [s for s in page.shapes if isinstance(s, layout.Rect) and s.hint]
     assert len(rects) == sum(len(span.action.parts) for span in t)
     for rect in rects:  # just inside its left top corner, where no letter stands
         x, y = round(2 * rect.x) + 1, round(2 * rect.y) + 1
-        assert tuple(rows[y][3 * x : 3 * x + 3]) == _colours.rgb(rect.colour)
+        assert tuple(rows[y][3 * x : 3 * x + 3]) == colours.rgb(rect.colour)
     inks = {tuple(row[k : k + 3]) for row in rows for k in range(0, 3 * wide, 3)}
-    assert _colours.rgb(_colours.INK) in inks  # and there are letters
+    assert colours.rgb(colours.INK) in inks  # and there are letters
 
 
 def test_every_glyph_has_ink_and_the_unknown_one_a_box():
@@ -334,8 +336,8 @@ def test_every_glyph_has_ink_and_the_unknown_one_a_box():
 
 
 def test_letters_beyond_the_page_are_cut():
-    page = _layout.Page(10, 10, [_layout.Text(-3, 12, "WWWW", 20, "#000000"), _layout.Rect(-5, -5, 50, 8, "#ff0000")])
-    wide, high, rows = pixels(_png.write(page, 1))
+    page = layout.Page(10, 10, [layout.Text(-3, 12, "WWWW", 20, "#000000"), layout.Rect(-5, -5, 50, 8, "#ff0000")])
+    wide, high, rows = pixels(png.write(page, 1))
     assert (wide, high) == (10, 10)
     assert rows[0] == bytes((255, 0, 0)) * 10
 
@@ -434,10 +436,10 @@ def test_the_ending_says_what_is_written(tmp_path: Path):
 
 
 def test_steps_keeps_peaks_and_drops_dips_without_length():
-    assert _scene._steps([(0, 1), (1, 0), (1, 1), (2, 3), (2, 1)]) == [(0, 1), (1, 1), (2, 3), (2, 1)]
+    assert _steps([(0, 1), (1, 0), (1, 1), (2, 3), (2, 1)]) == [(0, 1), (1, 1), (2, 3), (2, 1)]
 
 
 def test_a_bar_cut_by_the_edge_of_a_panel_has_its_name_in_the_larger_piece():
-    assert _terminal._piece(8, 13, 10) == (2, 5)
-    assert _terminal._piece(7, 12, 10) == (0, 3)
-    assert _terminal._piece(3, 6, 10) == (0, 3)
+    assert terminal._piece(8, 13, 10) == (2, 5)
+    assert terminal._piece(7, 12, 10) == (0, 3)
+    assert terminal._piece(3, 6, 10) == (0, 3)

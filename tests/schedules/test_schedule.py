@@ -10,7 +10,7 @@ import pytest
 
 import fpipe
 from fpipe import Action, Fused, Placement, Schedule, ScheduleError, make_schedule
-from fpipe.schedules.actions import RULE, gives, needs
+from fpipe.schedules.dependencies import RULE, needs, provides
 from schedule_table import cases
 
 GOOD = "[0F0, 0F1, 0B0, 0B1]\n[1F0, 1B0, 1F1, 1B1]"
@@ -29,8 +29,8 @@ def test_actions_are_small_values() -> None:
 def test_the_rule_says_what_the_textbook_says() -> None:
     def names(op: str, stage: int) -> tuple[set[str], set[str]]:
         action = Action(stage, op, 5)  # type: ignore[arg-type]
-        assert all(fact.microbatch == 5 for fact in (*needs(action, 3), *gives(action)))
-        return {f"{f.kind}{f.stage}" for f in needs(action, 3)}, {f"{f.kind}{f.stage}" for f in gives(action)}
+        assert all(fact.microbatch == 5 for fact in (*needs(action, 3), *provides(action)))
+        return {f"{f.kind}{f.stage}" for f in needs(action, 3)}, {f"{f.kind}{f.stage}" for f in provides(action)}
 
     assert set(RULE) == {"F", "B", "I", "W"}
     assert names("F", 0) == (set(), {"F0"})

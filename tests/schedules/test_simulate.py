@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fpipe import Action, Costs, Placement, Schedule, ScheduleError, Timeline, make_schedule
-from fpipe.schedules.actions import needs
+from fpipe.schedules.dependencies import needs
 from schedule_table import cases
 
 TWO = Schedule.parse("[0F0, 0F1, 0B0, 0B1]\n[1F0, 1B0, 1F1, 1B1]")

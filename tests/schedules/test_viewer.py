@@ -12,7 +12,7 @@ import pytest
 from fpipe.generators import make_schedule
 from fpipe.schedules import pictures
 from fpipe.schedules.actions import Action
-from fpipe.schedules.simulation import Costs
+from fpipe.schedules.costs import Costs
 from fpipe.schedules.timeline import Timeline
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

@@ -17,6 +17,7 @@ import doc_pages
 import fpipe
 from doc_pages import ROOT, run, run_strictly
 from fpipe import generators
+from fpipe.generators import catalogue
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: pages that run on several processes -> how many
@@ -25,7 +26,7 @@ SEVERAL = {"parallelism.md": 4}
 ELSEWHERE = {"ray.md": "tests/command/test_ray.py"}
 #: topics that need a how-to page
 HOWTO = ("schedule", "model", "moe", "rl", "machines", "hang", "timeline", "memory", "choose")
-BUILT_IN = {entry.name for entry in generators._TABLE}
+BUILT_IN = {entry.name for entry in catalogue.TABLE}
 
 
 HERE = [page for page in PAGES if page.name not in SEVERAL | ELSEWHERE]

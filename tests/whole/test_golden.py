@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import fpipe
-from fpipe import generators
 from fpipe.command.cli import main
+from fpipe.generators import catalogue
 from fpipe.schedules import pictures
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,7 @@ Golden = Callable[..., None]
 
 def test_orders(golden: Golden):
     """Every schedule of the package, 4 ranks and 8 microbatches."""
-    made = (fpipe.make_schedule(entry.name, 4, 8) for entry in generators._TABLE)
+    made = (fpipe.make_schedule(entry.name, 4, 8) for entry in catalogue.TABLE)
     golden(FILES / "orders.txt", "\n".join(f"{schedule.name}\n{schedule}\n" for schedule in made))
 
 

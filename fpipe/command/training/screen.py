@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from ...schedules.pictures._colours import WORDS, fill
+from ...schedules.pictures.colours import WORDS, fill
 from ...schedules.timeline import Timeline
 
 _BARS = "▁▂▃▄▅▆▇█"

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from ...schedules.actions import Action, AnyAction, Fused
-from ...schedules.simulation import Costs
+from ...schedules.costs import Costs
 from ...schedules.timeline import Timeline
 from .recording import Event, Run
 

@@ -20,7 +20,8 @@ from ...errors import FpipeError, StageError
 from ...schedule import Schedule
 from ...schedules import pictures
 from ...schedules.actions import Action, Row
-from ...schedules.simulation import Costs, simulate_rows
+from ...schedules.costs import Costs
+from ...schedules.simulation import simulate_rows
 from ...schedules.timeline import Timeline
 from ..calls import Call
 from ..pipeline import Pipeline, value_and_grad

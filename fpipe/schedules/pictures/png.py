@@ -1,6 +1,6 @@
 """A still picture as a PNG file, written with the standard library alone: pixels, and zlib to pack them.
 
-It knows shapes (``_layout``) and glyphs (``_font``), not timelines.
+It knows shapes (``page``) and glyphs (``_font``), not timelines.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import struct
 import zlib
 from collections.abc import Sequence
 
-from ._colours import PAPER, rgb
 from ._font import glyph, width
-from ._layout import Page, Rect, Text, page
-from ._scene import Scene
+from .colours import PAPER, rgb
+from .page import Page, Rect, Text, page
+from .scene import Scene
 
 MOST_PIXELS = 12_000_000
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ._colours import WORDS
-from ._scene import Lane, Scene
+from .colours import WORDS
+from .scene import Lane, Scene
 
 
 def number(value: float) -> str:

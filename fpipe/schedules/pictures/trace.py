@@ -11,11 +11,12 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...errors import FpipeError
 from ..actions import Action, AnyAction, Fused
-from ._scene import Drawable, Scene
+from ..spans import Span, Wait
+from .scene import Drawable, Scene
 
 _SCALE = {"s": 1e6, "ms": 1e3, "us": 1.0}
 _PART = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
@@ -73,20 +74,6 @@ def _events(pid: int, scene: Scene) -> Iterator[dict[str, Any]]:
 
 
 # ---- and back -------------------------------------------------------------------------------------------------------
-class _Span(NamedTuple):
-    rank: int
-    position: int
-    action: AnyAction
-    start: float
-    end: float
-
-
-class _Wait(NamedTuple):
-    rank: int
-    position: int
-    time: float
-
-
 @dataclass(frozen=True)
 class Recorded:
     """A timeline read from a trace: enough of one to be drawn again."""
@@ -95,8 +82,8 @@ class Recorded:
     unit: str
     span: float
     bubble: float
-    lanes: tuple[tuple[_Span, ...], ...]
-    waits: dict[tuple[int, int], _Wait]
+    lanes: tuple[tuple[Span, ...], ...]
+    waits: dict[tuple[int, int], Wait]
     curves: tuple[tuple[tuple[float, float], ...], ...]
     carried: tuple[tuple[tuple[float, float, str], ...], ...] = ()
 
@@ -105,7 +92,7 @@ class Recorded:
         """How many ranks there are."""
         return len(self.lanes)
 
-    def of_rank(self, rank: int, /) -> tuple[_Span, ...]:
+    def of_rank(self, rank: int, /) -> tuple[Span, ...]:
         """The spans of one rank."""
         return self.lanes[rank]
 
@@ -113,7 +100,7 @@ class Recorded:
         """What the rank held."""
         return self.curves[rank]
 
-    def waited_for(self, rank: int, position: int, /) -> _Wait | None:
+    def waited_for(self, rank: int, position: int, /) -> Wait | None:
         """What an action waited for."""
         return self.waits.get((rank, position))
 
@@ -140,9 +127,9 @@ def read(path: Path) -> tuple[Drawable, ...]:
 def _recorded(pid: int, told: dict[str, Any], events: list[dict[str, Any]]) -> Recorded:
     scale = _SCALE.get(told["unit"], 1e3)
     ranks = int(told["ranks"])
-    lanes: list[list[_Span]] = [[] for _ in range(ranks)]
+    lanes: list[list[Span]] = [[] for _ in range(ranks)]
     curves: list[list[tuple[float, float]]] = [[] for _ in range(ranks)]
-    waits: dict[tuple[int, int], _Wait] = {}
+    waits: dict[tuple[int, int], Wait] = {}
     links: list[list[tuple[float, float, str]]] = [[] for _ in range(ranks)]
     for event in events:
         if event["pid"] != pid:
@@ -154,8 +141,8 @@ def _recorded(pid: int, told: dict[str, Any], events: list[dict[str, Any]]) -> R
             rank, args = event["tid"], event["args"]
             lane, start = lanes[rank], event["ts"] / scale
             if args:
-                waits[rank, len(lane)] = _Wait(args["of rank"], args["position"], args["waited"])
-            lane.append(_Span(rank, len(lane), _action(event["name"]), start, start + event["dur"] / scale))
+                waits[rank, len(lane)] = Wait(args["of rank"], args["position"], args["waited"])
+            lane.append(Span(rank, len(lane), _action(event["name"]), start, start + event["dur"] / scale))
         elif event["ph"] == "C":
             curves[int(event["name"].split()[1])].append((event["ts"] / scale, event["args"]["held"]))
     if any(wait.position >= len(lanes[wait.rank]) for wait in waits.values()):

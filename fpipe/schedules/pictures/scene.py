@@ -13,51 +13,50 @@ from itertools import pairwise
 from typing import NamedTuple, Protocol, TypeAlias
 
 from ...errors import FpipeError, ScheduleError
-from ..actions import Action, AnyAction, Op, Placement, Row
-
-
-class DrawnSpan(Protocol):
-    """One action on one rank, from ``start`` to ``end``."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def position(self) -> int: ...
-    @property
-    def action(self) -> AnyAction: ...
-    @property
-    def start(self) -> float: ...
-    @property
-    def end(self) -> float: ...
-
-
-class Wait(Protocol):
-    """What a span waited for: the span of another rank that ended last, and for how long this rank stood idle."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def position(self) -> int: ...
-    @property
-    def time(self) -> float: ...
+from ..actions import Action, AnyAction, Op, Row
+from ..placement import Placement
+from ..spans import Span, Wait
 
 
 class Drawable(Protocol):
-    """What pictures need of a timeline. ``fpipe.Timeline`` has it; so may anything else that wants to be drawn."""
+    """What pictures need of a timeline. ``fpipe.Timeline`` has it; another class that has it can be drawn too."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The title, or empty."""
+        ...
+
     @property
-    def unit(self) -> str: ...
+    def unit(self) -> str:
+        """The unit of time, or empty for that of a cost model."""
+        ...
+
     @property
-    def ranks(self) -> int: ...
+    def ranks(self) -> int:
+        """The number of ranks."""
+        ...
+
     @property
-    def span(self) -> float: ...
+    def span(self) -> float:
+        """The longest time between a rank's first start and its last end."""
+        ...
+
     @property
-    def bubble(self) -> float: ...
-    def of_rank(self, rank: int, /) -> Sequence[DrawnSpan]: ...
-    def curve(self, rank: int, /) -> Sequence[tuple[float, float]]: ...
-    def waited_for(self, rank: int, position: int, /) -> Wait | None: ...
+    def bubble(self) -> float:
+        """The idle share of that time."""
+        ...
+
+    def of_rank(self, rank: int, /) -> Sequence[Span]:
+        """The spans of a rank, in order."""
+        ...
+
+    def curve(self, rank: int, /) -> Sequence[tuple[float, float]]:
+        """(time, amount that the rank holds from then on)."""
+        ...
+
+    def waited_for(self, rank: int, position: int, /) -> Wait | None:
+        """What a span waited for."""
+        ...
 
 
 class Bar(NamedTuple):
@@ -181,18 +180,18 @@ def scenes(timelines: Drawable | Sequence[Drawable], other: Drawable | None = No
 _SECONDS = (("s", 1.0, 2.0), ("ms", 1e3, 2e-3), ("us", 1e6, 0.0))
 
 
-def _worked(lanes: Sequence[Sequence[DrawnSpan]]) -> float:
+def _worked(lanes: Sequence[Sequence[Span]]) -> float:
     return sum(span.end - span.start for lane in lanes for span in lane)
 
 
-def _extent(lanes: Sequence[Sequence[DrawnSpan]]) -> tuple[float, float]:
+def _extent(lanes: Sequence[Sequence[Span]]) -> tuple[float, float]:
     """The first start and the last end."""
     starts = (span.start for lane in lanes for span in lane)
     ends = (span.end for lane in lanes for span in lane)
     return min(starts, default=0.0), max(ends, default=0.0)
 
 
-def _scene(timeline: Drawable, spans: Sequence[Sequence[DrawnSpan]], unit: str, factor: float, one: float) -> Scene:
+def _scene(timeline: Drawable, spans: Sequence[Sequence[Span]], unit: str, factor: float, one: float) -> Scene:
     """The picture's own view of a timeline, its times multiplied by ``factor`` and counted from the first start."""
     first, last = _extent(spans)
     shade_of, shades = _shading([tuple(span.action for span in lane) for lane in spans])
@@ -219,9 +218,7 @@ def _scene(timeline: Drawable, spans: Sequence[Sequence[DrawnSpan]], unit: str, 
     )
 
 
-def _bars(
-    timeline: Drawable, spans: Sequence[DrawnSpan], zero: float, factor: float, shade_of: _ShadeOf
-) -> Iterator[Bar]:
+def _bars(timeline: Drawable, spans: Sequence[Span], zero: float, factor: float, shade_of: _ShadeOf) -> Iterator[Bar]:
     for span in spans:
         waited = timeline.waited_for(span.rank, span.position)
         cause, wait = (None, 0.0) if waited is None else ((waited.rank, waited.position), waited.time)

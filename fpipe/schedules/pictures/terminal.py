@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from math import ceil, floor
 from textwrap import wrap
 
-from . import _words as words
-from ._colours import fill, ink, mix, of_256, rgb
-from ._scene import Lane, Scene, name
+from . import labels
+from .colours import fill, ink, mix, of_256, rgb
+from .scene import Lane, Scene, name
 
 #: (detail, how many lines of text it may fill, 0 for one panel), best first; the first that is short enough is drawn
 COLOURED = ((3, 0), (2, 0), (1, 0), (3, 12), (2, 50), (1, 60), (2, 130), (1, 320))
@@ -39,7 +39,7 @@ class _Plan:
     margin: int
 
 
-def paint(scenes: Sequence[Scene], width: int, colour: int) -> str:
+def paint(scenes: Sequence[Scene], width: int = 160, colour: int = 0) -> str:
     """The text of a picture ``width`` columns wide, in ``colour`` 0 (none), 8 (256 colours) or 24 bits."""
     plan = _plan(scenes, width, bool(colour))
     rows = [[_row(lane, scene, plan, bool(colour)) for lane in scene.lanes] for scene in scenes]
@@ -51,7 +51,7 @@ def paint(scenes: Sequence[Scene], width: int, colour: int) -> str:
         lines += ["", _axis(plan, first, stop)] if panel else []
         for scene, cells in zip(scenes, rows, strict=True):
             if panel == 0 or len(scenes) > 1:
-                lines.append((words.title(scene) if panel == 0 else scene.name)[:width])
+                lines.append((labels.title(scene) if panel == 0 else scene.name)[:width])
             if panel == 0:
                 lines.append(_axis(plan, first, stop))
             for rank, row in enumerate(cells):
@@ -62,7 +62,7 @@ def paint(scenes: Sequence[Scene], width: int, colour: int) -> str:
                     )
     lines.append("")
     for scene in scenes:
-        told = (f"{scene.name or 'schedule'}: " if len(scenes) > 1 else "") + words.figures(scene)
+        told = (f"{scene.name or 'schedule'}: " if len(scenes) > 1 else "") + labels.figures(scene)
         lines += wrap(told, width, subsequent_indent="  ")
     lines += _legend(scenes, plan, width, colour)
     return "\n".join(line.rstrip() for line in lines) + "\n"
@@ -100,11 +100,11 @@ def _label(rank: int, plan: _Plan) -> str:
 
 def _axis(plan: _Plan, first: int, stop: int) -> str:
     """Numbers above the columns ``first`` to ``stop``, each standing over the column of its time."""
-    step = words.step_of(8 / plan.scale)
+    step = labels.step_of(8 / plan.scale)
     line = " " * plan.margin
     tick = ceil(first / plan.scale / step - 1e-9)
     while (column := round(tick * step * plan.scale)) < stop:
-        text = words.number(tick * step)
+        text = labels.number(tick * step)
         at = plan.margin + column - first
         if len(line) <= at and at + len(text) <= plan.margin + plan.columns:
             line += " " * (at - len(line)) + text + " "
@@ -249,7 +249,7 @@ def _code(colour: str, bits: int) -> str:
 def _legend(scenes: Sequence[Scene], plan: _Plan, width: int, bits: int) -> list[str]:
     shades = max(scene.shades for scene in scenes)
     items: list[tuple[str, int]] = []  # and how wide each is
-    for op, word in {op: word for scene in scenes for op, word in words.legend(scene)}.items():
+    for op, word in {op: word for scene in scenes for op, word in labels.legend(scene)}.items():
         grounds = [fill(op, k, shades) for k in range(shades)]
         swatch: list[Cell] = [(" ", (ink(ground), ground)) for ground in grounds for _ in range(2)]
         swatch = [(op, swatch[0][1]), *swatch[1:]] if bits else [(op, None)]

@@ -1,13 +1,13 @@
-"""A still picture as SVG text. It knows shapes (``_layout``), not timelines."""
+"""A still picture as SVG text. It knows shapes (``page``), not timelines."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
 
-from ._colours import PAPER
-from ._layout import Page, Rect, Text, page
-from ._scene import Scene
+from .colours import PAPER
+from .page import Page, Rect, Text, page
+from .scene import Scene
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 

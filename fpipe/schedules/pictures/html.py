@@ -12,10 +12,10 @@ from math import floor, log10
 from pathlib import Path
 from typing import Any
 
-from . import _words as words
-from ._colours import fill, ink, rgb
+from . import labels
 from ._font import width
-from ._scene import Lane, Scene
+from .colours import fill, ink, rgb
+from .scene import Lane, Scene
 
 VIEWER = Path(__file__).parent / "viewer"
 SCRIPTS = ("data.js", "paint.js", "view.js")
@@ -25,7 +25,7 @@ _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"  # a shade as one letter
 def paint(scenes: Sequence[Scene]) -> str:
     """The page."""
     parts = {
-        "title": escape(" · ".join(words.title(scene) for scene in scenes)),
+        "title": escape(" · ".join(labels.title(scene) for scene in scenes)),
         "style": _read("style.css"),
         "script": "\n".join(_read(name) for name in SCRIPTS),
         "data": json.dumps(data(scenes), separators=(",", ":")).replace("<", "\\u003c"),
@@ -44,14 +44,14 @@ def _read(name: str) -> str:
 
 def data(scenes: Sequence[Scene]) -> dict[str, Any]:
     """What the page is told: plain lists and numbers."""
-    labels = _labels(scenes)
+    names = _names(scenes)
     return {
-        "scenes": [_scene(scene, label) for scene, label in zip(scenes, labels, strict=True)],
+        "scenes": [_scene(scene, label) for scene, label in zip(scenes, names, strict=True)],
         "legend": list(_legend(scenes)),
     }
 
 
-def _labels(scenes: Sequence[Scene]) -> list[str]:
+def _names(scenes: Sequence[Scene]) -> list[str]:
     """A short name for each timeline, unlike the others."""
     names = [scene.name or f"timeline {k}" for k, scene in enumerate(scenes, 1)]
     return [name if names.count(name) == 1 else f"{name} ({k})" for k, name in enumerate(names, 1)]
@@ -63,13 +63,13 @@ def _scene(scene: Scene, label: str) -> dict[str, Any]:
     peak = max((lane.peak for lane in scene.lanes), default=0.0)
     return {
         "label": label,
-        "title": label + words.title(scene)[len(scene.name or "schedule") :],
+        "title": label + labels.title(scene)[len(scene.name or "schedule") :],
         "figures": [
-            ("total", words.number(scene.total) + unit),
-            ("span", words.number(scene.span) + unit),
-            ("bubble", words.percent(scene.bubble)),
-            ("peak", words.held(peak, scene.memory_unit)),
-            *([("its unit is drawn as", words.number(scene.one) + unit)] if scene.one else []),
+            ("total", labels.number(scene.total) + unit),
+            ("span", labels.number(scene.span) + unit),
+            ("bubble", labels.percent(scene.bubble)),
+            ("peak", labels.held(peak, scene.memory_unit)),
+            *([("its unit is drawn as", labels.number(scene.one) + unit)] if scene.one else []),
         ],
         "total": round(scene.total, places),
         "unit": scene.unit,
@@ -117,7 +117,7 @@ def _short(value: float, places: int) -> float:
 
 def _legend(scenes: Sequence[Scene]) -> Iterator[dict[str, Any]]:
     shades = max(scene.shades for scene in scenes)
-    for op, word in {op: word for scene in scenes for op, word in words.legend(scene)}.items():
+    for op, word in {op: word for scene in scenes for op, word in labels.legend(scene)}.items():
         yield {"op": op, "word": word, "colours": [_colour(op, k, shades) for k in range(shades)]}
     if any(scene.fused for scene in scenes):
         yield {"op": "fused", "word": "fused", "colours": [_colour("F", 0, 1), _colour("B", 0, 1)]}

@@ -13,10 +13,10 @@ from itertools import groupby
 from math import ceil
 from typing import NamedTuple, TypeAlias
 
-from . import _words as words
-from ._colours import FAINT, IDLE, INK, LINE, fill, ink, mix
+from . import labels
 from ._font import width
-from ._scene import Bar, Lane, Scene, name
+from .colours import FAINT, IDLE, INK, LINE, fill, ink, mix
+from .scene import Bar, Lane, Scene, name
 
 EDGE, GAP = 24, 4  # around the page, between lanes
 LANE = {8: 26, 32: 20, 10**9: 14}  # lane height up to so many ranks
@@ -77,15 +77,15 @@ def page(scenes: Sequence[Scene]) -> Page:
     shapes: list[Shape] = []
     y: float = EDGE
     for scene in scenes:
-        shapes.append(Text(EDGE, y + 14, words.title(scene), 17, INK, bold=True))
-        shapes.append(Text(EDGE, y + 34, words.figures(scene), 12.5, FAINT))
+        shapes.append(Text(EDGE, y + 14, labels.title(scene), 17, INK, bold=True))
+        shapes.append(Text(EDGE, y + 34, labels.figures(scene), 12.5, FAINT))
         y += 62
         bottom = y + len(scene.lanes) * (frame.lane + GAP) - GAP
         shapes += _axis(scenes, frame, y, bottom, scene.unit)
         for rank, lane in enumerate(scene.lanes):
             middle = y + frame.lane / 2 + 4
             shapes.append(Text(frame.left - 10, middle, f"rank {rank}", 12, INK, "end"))
-            shapes.append(Text(frame.left + frame.width + 12, middle, words.figures_of(lane, scene), 11, FAINT))
+            shapes.append(Text(frame.left + frame.width + 12, middle, labels.figures_of(lane, scene), 11, FAINT))
             shapes.append(Rect(frame.left, y, frame.width, frame.lane, IDLE))
             shapes += _lane(lane, scene, frame, y)
             shapes += _link(lane, frame, y)
@@ -120,13 +120,13 @@ def _label_size(scenes: Sequence[Scene], room: float) -> tuple[int, float]:
 
 
 def _axis(scenes: Sequence[Scene], frame: _Frame, top: float, bottom: float, unit: str) -> Iterator[Shape]:
-    step = words.step_of(70 / frame.scale)
+    step = labels.step_of(70 / frame.scale)
     end = max(scene.total for scene in scenes)
     tick = 0
     while tick * step <= end * (1 + 1e-9):
         x = frame.left + tick * step * frame.scale
         yield Rect(x - 0.5, top - 5, 1, bottom - top + 10, LINE)
-        label = words.number(tick * step) + (f" {unit}" if unit and tick == 0 else "")
+        label = labels.number(tick * step) + (f" {unit}" if unit and tick == 0 else "")
         yield Text(x, top - 9, label, 10.5, FAINT, "middle")
         tick += 1
 
@@ -160,10 +160,10 @@ def _link(lane: Lane, frame: _Frame, y: float) -> Iterator[Shape]:
 
 def _hint(bar: Bar, scene: Scene) -> str:
     unit = f" {scene.unit}" if scene.unit else ""
-    text = f"{bar.action}: {words.number(bar.start)} to {words.number(bar.end)}{unit}"
+    text = f"{bar.action}: {labels.number(bar.start)} to {labels.number(bar.end)}{unit}"
     if bar.cause and bar.wait > 0:
         rank, position = bar.cause
-        text += f", waited {words.number(bar.wait)} for {scene.lanes[rank].bars[position].action} of rank {rank}"
+        text += f", waited {labels.number(bar.wait)} for {scene.lanes[rank].bars[position].action} of rank {rank}"
     return text
 
 
@@ -201,7 +201,7 @@ def dense(lane: Lane, scene: Scene, columns: int, scale: float) -> list[str]:
 
 def _legend(scenes: Sequence[Scene], x: float, y: float) -> Iterator[Shape]:
     shades = max(scene.shades for scene in scenes)
-    for op, word in {op: word for scene in scenes for op, word in words.legend(scene)}.items():
+    for op, word in {op: word for scene in scenes for op, word in labels.legend(scene)}.items():
         for k in range(shades):
             yield Rect(x + 16 * k, y, 16, 16, fill(op, k, shades))
         yield Text(x + 8, y + 12, op, 11, ink(fill(op, 0, shades)), "middle")

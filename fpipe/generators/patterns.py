@@ -15,7 +15,8 @@ from itertools import pairwise, repeat
 from typing import TypeAlias
 
 from ..schedule import Schedule
-from ..schedules.actions import Action, AnyAction, Fused, Op, Placement, Row
+from ..schedules.actions import Action, AnyAction, Fused, Op, Row
+from ..schedules.placement import Placement
 
 Tape: TypeAlias = Iterator[AnyAction]
 

@@ -1,20 +1,62 @@
-"""The one loop that puts a schedule's actions into an order in which each finds what it needs.
+"""What each action needs and provides, and an order of a schedule's actions in which each follows what it needs.
 
-``check`` asks whether there is such an order, ``simulate`` follows it with a clock, lowering follows it with sends
-and receives. It knows the rule of dependence (``actions.RULE``) and nothing of time, placement or counts.
+This is the only file that knows which action must come before which: the table ``RULE``. The checker, the simulator,
+the lowering, the pictures and the tests all read it, by :func:`needs` and :func:`provides` or, for millions of
+actions, by the offsets that :class:`Facts` derives from it. It knows nothing of time, placement or counts.
 
-Facts are numbers here, because millions pass: fact ``(kind, stage, microbatch)`` is the index
-``(kind * (stages + 2) + stage + 1) * microbatches + microbatch``. The two stages too many, one before the first and
-one after the last, are where offsets that leave the model land; their facts are there from the start.
+In a walk facts are integers: fact ``(kind, stage, microbatch)`` is the index
+``(kind * (stages + 2) + stage + 1) * microbatches + microbatch``. The two extra stages, one before the first and one
+after the last, are the targets of offsets that leave the model; their facts are present from the start.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from .actions import RULE, Action, AnyAction, Fact, Row
+from .actions import Action, AnyAction, Row
+
+#: op -> (facts it makes, facts it needs). A fact is (kind, stage offset): F "the output is there", I "the input's
+#: gradient is there", W "the parameters' gradient is there". An offset that leaves the model asks for nothing.
+RULE: dict[str, tuple[tuple[str, ...], tuple[tuple[str, int], ...]]] = {
+    "F": (("F",), (("F", -1),)),
+    "I": (("I",), (("F", 0), ("I", +1))),
+    "W": (("W",), (("I", 0),)),
+    "B": (("I", "W"), (("F", 0), ("I", +1))),
+}
+
+
+class Fact(NamedTuple):
+    """Something an action makes and others need: output (F), input gradient (I) or weight gradient (W)."""
+
+    kind: Literal["F", "I", "W"]
+    stage: int
+    microbatch: int
+
+
+def provides(action: Action) -> tuple[Fact, ...]:
+    """The facts that ``action`` makes.
+
+    >>> provides(Action(2, "B", 5))
+    (Fact(kind='I', stage=2, microbatch=5), Fact(kind='W', stage=2, microbatch=5))
+    """
+    made, _ = RULE[action.op]
+    return tuple(Fact(kind, action.stage, action.microbatch) for kind in made)  # type: ignore[arg-type]
+
+
+def needs(action: Action, stages: int) -> tuple[Fact, ...]:
+    """The facts that must be there before ``action`` can run, in a model of ``stages`` stages.
+
+    >>> needs(Action(2, "I", 5), stages=4)
+    (Fact(kind='F', stage=2, microbatch=5), Fact(kind='I', stage=3, microbatch=5))
+    >>> needs(Action(0, "F", 5), stages=4)
+    ()
+    """
+    _, asked = RULE[action.op]
+    stage, mb = action.stage, action.microbatch
+    return tuple(Fact(k, stage + d, mb) for k, d in asked if 0 <= stage + d < stages)  # type: ignore[arg-type]
+
 
 _KINDS = ("F", "I", "W")
 

@@ -1,0 +1,208 @@
+"""``Costs``: what actions take in time and memory, and messages in time and bytes. It knows no schedule."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from math import inf, nan
+from typing import Any, NamedTuple, TypeAlias
+
+from ..errors import ScheduleError
+from .actions import AnyAction
+
+PerStage: TypeAlias = float | Sequence[float] | Mapping[int, float]
+
+
+class Beside(NamedTuple):
+    """What a woven action is expected to take: its time, and what the link carries from its start on."""
+
+    time: float
+    carried: tuple[tuple[float, float, str], ...] = ()  # (start, end, what)
+
+
+#: From an action, fused or plain, to its time, or None for the time that it would take otherwise.
+Predict: TypeAlias = Callable[[AnyAction], "Beside | float | None"]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What actions cost: each one number, or one per stage (a sequence, or a mapping from stage to number).
+
+    ``F``, ``I``, ``W`` and ``B`` (default: I + W) are times. ``overlap`` is the time of a fused action, by the stage of
+    its first part (default: the sum of its parts), or a function of an action, as ``pipe.plan(...).costs`` has. A
+    message between different ranks takes ``comm``, a latency, plus ``boundary``, its bytes, over ``bandwidth``, bytes
+    per time; besides, it keeps its sender's rank busy for ``send``, after the action, and its receiver's for
+    ``receive``, before the action that needs it. All of these may differ by boundary, one number between each stage and
+    the next. Memory: ``saved`` bytes are held from F on; I leaves ``kept`` of them (default: all) for W, and W or B
+    frees the rest. So F adds ``saved``, I adds ``kept - saved``, W adds ``-kept`` and B ``-saved``.
+
+    >>> Costs(F=1, I=[1, 2], W=0.5)
+    Costs(F=1.0, I=(1.0, 2.0), W=0.5)
+    """
+
+    F: PerStage = 1.0
+    I: PerStage = 1.0  # noqa: E741
+    W: PerStage = 1.0
+    B: PerStage | None = None
+    overlap: PerStage | Predict | None = None
+    comm: PerStage = 0.0
+    boundary: PerStage = 0.0
+    bandwidth: PerStage = inf
+    send: PerStage = 0.0
+    receive: PerStage = 0.0
+    saved: PerStage = 1.0
+    kept: PerStage | None = None
+    unit: str = ""  #: of time, for people
+
+    def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            object.__setattr__(self, name, _numbers(name, getattr(self, name)))
+        if not isinstance(self.unit, str):
+            raise _refuse(f"unit={self.unit!r} must be a word, such as 'ms'")
+
+    def __repr__(self) -> str:
+        said = [f.name for f in fields(self) if f.name in "FIW" or getattr(self, f.name) != f.default]
+        return f"Costs({', '.join(f'{name}={getattr(self, name)!r}' for name in said)})"
+
+    # ---- text ---------------------------------------------------------------------------------------------------
+    @classmethod
+    def parse(cls, text: str) -> Costs:
+        """From ``name=number`` with commas between; ``name=1:2:1`` gives one number per stage.
+
+        >>> Costs.parse("F=1, B=2:3, comm=0.1")
+        Costs(F=1.0, I=1.0, W=1.0, B=(2.0, 3.0), comm=0.1)
+        """
+        given: dict[str, Any] = {}
+        for item in filter(None, map(str.strip, text.split(","))):
+            name, sign, value = (word.strip() for word in item.partition("="))
+            if not sign or name not in _NUMBERS or name in given:
+                why = f"{name} is there twice" if name in given else f"the names are {', '.join(_NUMBERS)}"
+                raise _refuse(f"{item[:60]!r} is not name=number: {why}")
+            try:
+                numbers = [float(number) for number in value.split(":")]
+            except ValueError:
+                raise _refuse(f"{name}={value[:60]} is not a number, nor numbers with ':' between") from None
+            given[name] = numbers if ":" in value else numbers[0]
+        return cls(**given)
+
+    def to_json(self) -> str:
+        """These costs as JSON, defaults left out.
+
+        >>> Costs(F=2, I=[1, 3]).to_json()
+        '{"F": 2.0, "I": [1.0, 3.0]}'
+        """
+        if callable(self.overlap):
+            raise _refuse("costs whose overlap is a function cannot be written down; give it as numbers")
+        return json.dumps({f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default})
+
+    @classmethod
+    def from_json(cls, text: str) -> Costs:
+        """Read what :meth:`to_json` wrote.
+
+        >>> Costs.from_json('{"F": 2, "I": [1, 3]}')
+        Costs(F=2.0, I=(1.0, 3.0), W=1.0)
+        """
+        try:
+            given = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise _refuse(f"these costs are not JSON: {error}") from None
+        names = (*_NUMBERS, "unit")
+        if not isinstance(given, dict) or not set(given) <= set(names):
+            raise _refuse(f"costs in JSON are an object with some of the names {', '.join(names)}")
+        return cls(**given)
+
+    # ---- by stage -----------------------------------------------------------------------------------------------
+    def times(self, stages: int) -> dict[str, tuple[float, ...]]:
+        """op -> the time that it takes on each stage; ``"overlap"`` is there only where it was given.
+
+        >>> Costs(I=2).times(2)["B"]
+        (3.0, 3.0)
+        """
+        by_op = {name: self._spread(name, stages) for name in ("F", "I", "W")}
+        by_op["B"] = tuple(map(sum, zip(by_op["I"], by_op["W"], strict=True)))
+        for name in ("B", "overlap"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                by_op[name] = self._spread(name, stages)
+        return by_op
+
+    def memory(self, stages: int) -> dict[str, tuple[float, ...]]:
+        """op -> what it adds to the bytes that its rank holds, for each stage.
+
+        >>> Costs(saved=10, kept=4).memory(1)
+        {'F': (10.0,), 'I': (-6.0,), 'W': (-4.0,), 'B': (-10.0,)}
+        """
+        saved = self._spread("saved", stages)
+        kept = saved if self.kept is None else self._spread("kept", stages)
+        return {
+            "F": saved,
+            "I": tuple(k - s for k, s in zip(kept, saved, strict=True)),
+            "W": tuple(-k for k in kept),
+            "B": tuple(-s for s in saved),
+        }
+
+    def links(self, stages: int) -> tuple[float, ...]:
+        """The time that a message takes over each boundary once it is sent, where its ends are on different ranks.
+
+        >>> Costs(comm=0.5, boundary=[10, 20], bandwidth=10).links(3)
+        (1.5, 2.5)
+        """
+        comm, size, width = (self._spread(name, stages - 1) for name in ("comm", "boundary", "bandwidth"))
+        return tuple(c + s / w for c, s, w in zip(comm, size, width, strict=True))
+
+    def handling(self, stages: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """The times that a message over each boundary keeps its sender and its receiver busy."""
+        return self._spread("send", stages - 1), self._spread("receive", stages - 1)
+
+    def sizes(self, stages: int) -> tuple[float, ...]:
+        """The bytes of a message over each boundary."""
+        return self._spread("boundary", stages - 1)
+
+    def _spread(self, name: str, count: int) -> tuple[float, ...]:
+        value = getattr(self, name)
+        if not isinstance(value, tuple):
+            return (value,) * count
+        if len(value) != count:
+            things = "boundaries between stages" if name in _AT_BOUNDARIES else "stages"
+            raise _refuse(
+                f"{name} has {len(value)} numbers, but there are {count} {things}; give one number, or {count}"
+            )
+        return value
+
+
+_NUMBERS = tuple(f.name for f in fields(Costs) if f.name != "unit")
+_AT_BOUNDARIES = ("comm", "boundary", "bandwidth", "send", "receive")
+
+
+def _refuse(message: str) -> ScheduleError:
+    return ScheduleError(message, rule="costs")
+
+
+def _numbers(name: str, value: Any) -> Any:
+    """One float or a tuple of them; None only where that is the default; a function for ``overlap`` as it is."""
+    if name == "overlap" and callable(value):
+        return value
+    if value is None and name in ("B", "overlap", "kept"):
+        return None
+    if isinstance(value, Mapping):
+        try:
+            value = [value[stage] for stage in range(len(value))]
+        except KeyError:
+            raise _refuse(f"{name} must name every stage from 0 on, without gaps") from None
+    value = getattr(value, "tolist", lambda: value)()  # an array or a tensor
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(number(name, item) for item in value)
+    return number(name, value)
+
+
+def number(name: str, value: Any) -> float:
+    """``value`` as a float, or an error that names the cost."""
+    try:
+        result = nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        result = nan
+    valid = result > 0 if name == "bandwidth" else 0 <= result < inf
+    if not valid:
+        kind = "above 0" if name == "bandwidth" else "from 0 up"
+        raise _refuse(f"{name}: {str(value)[:60]!r} must be a number {kind}; give one number, or one per stage")
+    return result

@@ -1,0 +1,200 @@
+"""``Placement``: which rank runs each stage, for each microbatch. It knows actions, and not in which order they run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..errors import ScheduleError
+from .actions import Row, plain
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which rank runs each stage, for each microbatch.
+
+    ``paths[k][s]`` is the rank that runs stage ``s`` for the microbatches of route ``k``; ``route[m]`` is the path
+    of microbatch ``m``. One path and an empty route say that no stage has a second home. A stage that stands on
+    different ranks in different paths has replicas (DualPipe, Chimera). Paths that no microbatch takes are left out,
+    and the others stand in the order in which they are taken, so that equal placements compare equal.
+
+    >>> Placement.v(2)
+    Placement(0: [0, 3], 1: [1, 2])
+    >>> Placement.of([[0, 1, 4], [2, 3]]).rank_of(4)
+    0
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+    ranks: int
+    route: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "paths", tuple(map(tuple, self.paths)))
+        if not self.paths or not self.paths[0]:
+            raise ScheduleError("a placement needs at least one stage; give each stage a rank", rule="placement")
+        if any(len(path) != len(self.paths[0]) for path in self.paths):
+            raise ScheduleError("every path of a placement must name a rank for each stage", rule="placement")
+        bad = [r for path in self.paths for r in path if not 0 <= r < self.ranks]
+        if bad:
+            raise ScheduleError(
+                f"a placement names rank {bad[0]}, but there are ranks 0 to {self.ranks - 1}; "
+                "say ranks= or mend the stage's rank",
+                rule="placement",
+            )
+        if len(self.paths) > 1 and not self.route:
+            raise ScheduleError("several paths need a route: one path index per microbatch", rule="placement")
+        if any(not 0 <= k < len(self.paths) for k in self.route):
+            raise ScheduleError("a route names a path that the placement does not have", rule="placement")
+        taken: dict[tuple[int, ...], int] = {}
+        route = tuple(taken.setdefault(self.paths[k], len(taken)) for k in self.route)
+        object.__setattr__(self, "paths", tuple(taken) or self.paths[:1])
+        object.__setattr__(self, "route", route if len(taken) > 1 else ())
+
+    # ---- constructors -------------------------------------------------------------------------------------------
+    @classmethod
+    def loop(cls, ranks: int, per_rank: int = 1) -> Placement:
+        """Stage ``s`` on rank ``s % ranks``.
+
+        >>> Placement.loop(2, 2)
+        Placement(0: [0, 2], 1: [1, 3])
+        """
+        return cls((tuple(s % ranks for s in range(ranks * per_rank)),), ranks)
+
+    @classmethod
+    def v(cls, ranks: int, per_rank: int = 2) -> Placement:
+        """Down the ranks and up again, ``per_rank`` times in all: rank 0 holds the first and, for 2, the last stage.
+
+        >>> Placement.v(3)
+        Placement(0: [0, 5], 1: [1, 4], 2: [2, 3])
+        """
+        down = tuple(range(ranks))
+        return cls((sum((down if c % 2 == 0 else down[::-1] for c in range(per_rank)), ()),), ranks)
+
+    @classmethod
+    def of(cls, stages_by_rank: Sequence[Iterable[int]]) -> Placement:
+        """From the stages that each rank holds, each stage on exactly one.
+
+        >>> Placement.of([[0, 3], [1, 2]]) == Placement.v(2)
+        True
+        """
+        home: dict[int, int] = {}
+        for rank, held in enumerate(stages_by_rank):
+            for stage in held:
+                if stage in home:
+                    raise ScheduleError(
+                        f"stage {stage} is on rank {home[stage]} and on rank {rank}; give it one home, "
+                        "or build Placement(paths, ranks, route) for replicas",
+                        rule="placement",
+                    )
+                home[stage] = rank
+        missing = sorted(set(range(max(home, default=-1) + 1)) - set(home))
+        if missing:
+            raise ScheduleError(f"no rank holds stage {missing[0]}; give every stage a rank", rule="placement")
+        return cls((tuple(home[s] for s in sorted(home)),), len(stages_by_rank))
+
+    @classmethod
+    def bidirectional(cls, ranks: int, microbatches: int, up: Iterable[int]) -> Placement:
+        """Stage ``s`` on rank ``s`` and, for the microbatches in ``up``, on rank ``ranks - 1 - s``.
+
+        >>> Placement.bidirectional(2, 4, up=[2, 3]).rank_of(0, microbatch=3)
+        1
+        """
+        down, upwards = tuple(range(ranks)), set(up)
+        route = tuple(int(m in upwards) for m in range(microbatches))
+        return cls((down, down[::-1]), ranks, route)
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Row]) -> Placement:
+        """Read off from where actions stand.
+
+        A stage lives where its actions stand. Where these are several ranks, each microbatch has its own home: the
+        rank of its actions or, where they disagree, of most of them (``check`` will name the stray one).
+
+        >>> from fpipe.schedules.actions import Action
+        >>> Placement.from_rows([(Action(0, "F", 0), Action(1, "F", 1)), (Action(1, "F", 0), Action(0, "F", 1))]).paths
+        ((0, 1), (1, 0))
+        """
+        held = Counter((part.stage, rank) for rank, row in enumerate(rows) for part in plain(row))
+        homes: dict[int, list[int]] = {}
+        for (stage, rank), _ in held.most_common():
+            homes.setdefault(stage, []).append(rank)
+        stages = max(homes, default=-1) + 1
+        missing = next((stage for stage in range(stages) if stage not in homes), None)
+        if missing is not None:
+            raise ScheduleError(
+                f"no rank holds stage {missing}, but stage {stages - 1} is there; number stages from 0 without gaps",
+                rule="placement",
+            )
+        ranks = max(len(rows), 1)
+        if all(len(home) == 1 for home in homes.values()):
+            return cls((tuple(homes[stage][0] for stage in range(stages)),), ranks)
+        paths: dict[tuple[int, ...], int] = {}
+        route = [paths.setdefault(path, len(paths)) for path in _routes(rows, homes, stages)]
+        return cls(tuple(paths), ranks, tuple(route))
+
+    # ---- questions ----------------------------------------------------------------------------------------------
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.paths[0])
+
+    @property
+    def replicated(self) -> bool:
+        """Whether any stage has more than one home."""
+        return len(self.paths) > 1
+
+    def rank_of(self, stage: int, microbatch: int = 0) -> int:
+        """The rank that runs ``stage`` for ``microbatch``."""
+        return self.path(microbatch)[stage]
+
+    def path(self, microbatch: int) -> tuple[int, ...]:
+        """The rank of every stage, for one microbatch."""
+        return self.paths[self.path_index(microbatch)]
+
+    def path_index(self, microbatch: int) -> int:
+        """Which of ``paths`` a microbatch takes."""
+        return self.route[microbatch % len(self.route)] if self.route else 0
+
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        """All homes of ``stage``, in path order, each once."""
+        return tuple(dict.fromkeys(path[stage] for path in self.paths))
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that ``rank`` holds, ascending."""
+        return self._held[rank]
+
+    @cached_property
+    def _held(self) -> tuple[tuple[int, ...], ...]:
+        held: list[set[int]] = [set() for _ in range(self.ranks)]
+        for path in self.paths:
+            for stage, rank in enumerate(path):
+                held[rank].add(stage)
+        return tuple(tuple(sorted(stages)) for stages in held)
+
+    def __repr__(self) -> str:
+        inside = ", ".join(f"{rank}: {list(stages)}" for rank, stages in enumerate(self._held))
+        return f"Placement({inside})"
+
+
+def _routes(rows: Sequence[Row], homes: dict[int, list[int]], stages: int) -> Iterator[tuple[int, ...]]:
+    """The rank of every stage, microbatch by microbatch. ``homes`` are a stage's ranks, the one with most first."""
+    votes: dict[tuple[int, int], Counter[int]] = {}
+    for rank, row in enumerate(rows):
+        for part in plain(row):
+            votes.setdefault((part.stage, part.microbatch), Counter())[rank] += 1
+    count = max(microbatch for _, microbatch in votes) + 1
+    if stages * count > 100_000 + 100 * len(votes):
+        raise ScheduleError(
+            f"microbatches up to {count - 1}, but actions of only {len({m for _, m in votes})} of them; "
+            "number them from 0 without gaps",
+            rule="placement",
+        )
+    for microbatch in range(count):
+        path = []
+        for stage in range(stages):
+            cast = votes.get((stage, microbatch), Counter(homes[stage][:1]))
+            most = max(cast.values())
+            path.append(next(rank for rank in homes[stage] if cast[rank] == most))
+        yield tuple(path)
