@@ -32,7 +32,8 @@ class Timeline:
 
     ``starts[rank][position]`` and ``ends`` are times; ``causes`` is the index of the fact (see ``dependencies.Facts``)
     whose arrival ended the rank's wait before that action, or -1 where it did not wait. ``memory[op]`` is what an
-    action adds to what its rank holds, one number per stage; ``boundary`` is the bytes that pass between a stage and the next.
+    action adds to what its rank holds, one number per stage; ``boundary`` is the bytes of a message between
+    a stage and the next.
 
     >>> from fpipe.schedule import Schedule
     >>> t = Schedule.parse("[0F0, 0F1, 0B0, 0B1]\\n[1F0, 1B0, 1F1, 1B1]").simulate()
