@@ -1,8 +1,8 @@
 """Gradient transforms: pairs of pure functions over trees with one entry per stage.
 
 ``tx = chain(...)``; ``state = tx.init(params)``; ``updates, state = tx.update(grads, state, params)``;
-``params = apply_updates(params, updates)``. Trees keep ``None`` where a stage lives elsewhere or a leaf is frozen.
-Nothing here knows schedules or how a pipeline runs: what crosses ranks goes through ``over=`` or a group.
+``params = apply_updates(params, updates)``. Trees have ``None`` for stages on other processes and for frozen leaves.
+This package must not know schedules or how a pipeline runs: it reduces over ranks through ``over=`` or a group.
 
 >>> import torch
 >>> tx = chain(clip_by_global_norm(1.0), adamw(0.1))
@@ -29,34 +29,8 @@ from .signs import lion
 from .torch_optim import from_torch
 
 __all__ = [
-    "Optimistic",
-    "Over",
-    "Transform",
-    "accumulate",
-    "adamw",
-    "add_noise",
-    "all_finite",
-    "apply_updates",
-    "cast",
-    "chain",
-    "clip_by_global_norm",
-    "clip_by_value",
-    "dynamic_loss_scale",
-    "ema",
-    "from_torch",
-    "global_norm",
-    "identity",
-    "lion",
-    "masked",
-    "mean_over",
-    "muon",
-    "optimistic",
-    "partition",
-    "scale",
-    "scale_by_schedule",
-    "sgd",
-    "skip_nonfinite",
-    "stateless",
-    "sum_tied",
-    "weight_decay",
-]
+    "Optimistic", "Over", "Transform", "accumulate", "adamw", "add_noise", "all_finite", "apply_updates",
+    "cast", "chain", "clip_by_global_norm", "clip_by_value", "dynamic_loss_scale", "ema", "from_torch",
+    "global_norm", "identity", "lion", "masked", "mean_over", "muon", "optimistic", "partition", "scale",
+    "scale_by_schedule", "sgd", "skip_nonfinite", "stateless", "sum_tied", "weight_decay",
+]  # fmt: skip

@@ -1,13 +1,15 @@
-"""What a transform is, how transforms chain, and how updates reach the parameters.
+"""The transform record, chains of transforms, and how updates are added to parameters.
 
-One rule beyond optax's: an update of ``None`` for the whole tree means "no step this time". A chain stops there and
-keeps the states behind it, and ``apply_updates`` hands the parameters on as they are. Nothing here knows any single
-transform, or ranks.
+One rule goes beyond optax: updates of ``None`` for the whole tree mean "no step". A chain stops there and keeps the
+states of the transforms behind it, and ``apply_updates`` returns the parameters unchanged. This module must not know
+any single transform, nor ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -16,16 +18,42 @@ from torch import Tensor
 from ..errors import TransformError
 from ..tree import Tree
 from . import _foreach as F
-from ._late import CHAINS, donating
-from ._places import Places, by_kind, places, recording
+from ._over import Over
+from ._places import Places, map_kinds, places, recording
 
+#: A tree of parameters: one entry per stage, None for stages on other processes.
+Params: TypeAlias = Tree
+#: A tree of gradients or updates: as the parameters, and None for frozen leaves; None for the whole tree is "no step".
+Updates: TypeAlias = Tree
+#: What a transform keeps between steps: a tree of tensors.
 State: TypeAlias = Any
 
 
-class Transform(NamedTuple):
-    """A pair of pure functions: ``init(params) -> state`` and ``update(grads, state, params) -> (updates, state)``.
+class Speculation(NamedTuple):
+    """How ``fpipe.optimistic`` assumes that a transform returns gradients unchanged, and verifies that later.
 
-    Yours is as good as ours:
+    The processes of ``over`` add up what ``measure(grads)`` returns on each of them; ``measure`` returns None where one
+    sum is not enough. ``confirm(total, state)`` returns the state after a step that left the gradients unchanged, and
+    None where the transform would have changed them.
+    """
+
+    measure: Callable[[Updates], Tensor | None]
+    confirm: Callable[[Tensor, State], State]
+    over: Over | None = None
+
+
+@dataclass(frozen=True)
+class Transform:
+    """A pair of pure functions, and what a caller must know of them; ``init, update = transform`` unpacks the pair.
+
+    Args:
+        init: ``init(params) -> state``.
+        update: ``update(grads, state, params) -> (updates, state)``.
+        donates: whether ``update`` writes into the memory of the state that is passed to it.
+        parts: the transforms of a chain, in order; empty for any other transform.
+        speculation: how an optimistic step skips the transform; None where it has to run ``update``.
+
+    A transform of the user's is written the same way as those of this package:
 
     >>> from optree import tree_map
     >>> def centralize():
@@ -39,12 +67,18 @@ class Transform(NamedTuple):
     ([None, tensor([-1.,  1.])], ((), ()))
     """
 
-    init: Callable[[Tree], State]
-    update: Callable[..., tuple[Tree, State]]
+    init: Callable[[Params], State]
+    update: Callable[..., tuple[Updates, State]]
+    donates: bool = False
+    parts: tuple[Transform, ...] = ()
+    speculation: Speculation | None = None
+
+    def __iter__(self) -> Iterator[Callable[..., Any]]:
+        return iter((self.init, self.update))
 
 
-def stateless(update: Callable[[Tree, Tree], Tree]) -> Transform:
-    """A transform that remembers nothing, from ``(grads, params) -> updates``.
+def stateless(update: Callable[[Updates, Params], Updates]) -> Transform:
+    """A transform without state, from ``update(grads, params) -> updates``.
 
     >>> stateless(lambda grads, params: [-g for g in grads]).update([torch.ones(1)], ())
     ([tensor([-1.])], ())
@@ -52,8 +86,23 @@ def stateless(update: Callable[[Tree, Tree], Tree]) -> Transform:
     return Transform(lambda params: (), lambda grads, state, params=None: (update(grads, params), state))
 
 
+def on_leaves(function: Callable[[list[Tensor]], list[Tensor]], *inputs: Any) -> Transform:
+    """A transform without state from a function of the leaves; ``inputs`` are other tensors that it reads.
+
+    >>> on_leaves(lambda leaves: [leaf + 1 for leaf in leaves]).update([None, torch.ones(1)], ())[0]
+    [None, tensor([2.])]
+    """
+
+    def update(grads: Updates, params: Params) -> Updates:
+        at = places(grads)
+        with recording(at.leaves, inputs):
+            return at.tree(function(at.leaves))
+
+    return stateless(update)
+
+
 def identity() -> Transform:
-    """Gradients as they are.
+    """Return gradients unchanged.
 
     >>> identity().update([torch.ones(1)], ())
     ([tensor([1.])], ())
@@ -62,7 +111,7 @@ def identity() -> Transform:
 
 
 def chain(*transforms: Transform) -> Transform:
-    """One transform after another; the state is the tuple of theirs.
+    """Apply transforms one after another; the state is the tuple of their states.
 
     >>> from fpipe.transforms import scale, sgd
     >>> tx = chain(scale(2.0), sgd(0.5))
@@ -71,10 +120,10 @@ def chain(*transforms: Transform) -> Transform:
     [tensor([-1.])]
     """
 
-    def init(params: Tree) -> State:
+    def init(params: Params) -> State:
         return tuple(transform.init(params) for transform in transforms)
 
-    def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
+    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
         if len(state) != len(transforms):
             raise TransformError(
                 f"a state of {len(state)} parts for a chain of {len(transforms)} transforms; "
@@ -87,16 +136,22 @@ def chain(*transforms: Transform) -> Transform:
             after.append(part)
         return grads, tuple(after)
 
-    CHAINS[update] = transforms
-    donating(update, *(transform.update for transform in transforms))
-    return Transform(init, update)
+    return Transform(init, update, donates=any(transform.donates for transform in transforms), parts=transforms)
 
 
-def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
-    """``params + updates``, each in its parameter's dtype; where the update is None, the parameter itself.
+def apply_updates(params: Params, updates: Updates, *, donate: bool = False) -> Params:
+    """``params + updates``, each sum in its parameter's dtype; where the update is None, the parameter itself.
 
-    ``donate=True`` writes into the memory of ``params`` and returns them. Autograd is followed only where the updates
-    carry a gradient, so a training loop over parameters that require one keeps no graph.
+    Autograd records only where the updates require a gradient, so a training loop over parameters that require one
+    keeps no graph.
+
+    Args:
+        params: the tree of parameters.
+        updates: a tree of the same form, with None where a leaf does not change; or None for no step.
+        donate: write into the memory of ``params`` and return them.
+
+    Raises:
+        TransformError: if the trees differ in form, or if ``donate`` is set and two parameters share memory.
 
     >>> apply_updates([torch.ones(2), None], [torch.ones(2), None])
     [tensor([2., 2.]), None]
@@ -109,29 +164,24 @@ def apply_updates(params: Tree, updates: Tree, *, donate: bool = False) -> Tree:
     if donate:
         _refuse_shared(at, before)
     with torch.no_grad() if donate else recording(at.leaves):
-        (after,) = by_kind(_sum_into if donate else _sum, before, at.leaves)
+        after = map_kinds(partial(_sum, donate=donate), before, at.leaves)
     return at.tree(after, base=params)
 
 
 def _refuse_shared(at: Places, params: list[Tensor]) -> None:
-    """Memory of two parameters would get the updates of both."""
-    owner: dict[int, int] = {}
-    for spot, leaf in enumerate(params):
-        first = owner.setdefault(leaf.data_ptr(), spot)
-        if first != spot and leaf.data_ptr():
-            one, other = at.names([first, spot])
+    """Two parameters in the same memory would both receive the updates of both."""
+    first_at: dict[int, int] = {}
+    for index, leaf in enumerate(params):
+        first = first_at.setdefault(leaf.data_ptr(), index)
+        if first != index and leaf.data_ptr():
+            one, other = at.names([first, index])
             raise TransformError(
                 f"donate=True, and {one!r} and {other!r} are in the same memory, which would get both updates; "
-                f"give each its own, as in params[i] = tree_map(torch.clone, params[i]), or leave donate out"
+                f"copy one of them, as in params[i] = tree_map(torch.clone, params[i]), or leave donate out"
             )
 
 
-def _sum(params: list[Tensor], updates: Sequence[Tensor]) -> list[list[Tensor]]:
-    dtype = params[0].dtype if params else None
-    if all(update.dtype == dtype for update in updates):
-        return [F.add(params, list(updates))]
-    return [[(p + u).to(p.dtype) for p, u in zip(params, updates, strict=True)]]
-
-
-def _sum_into(params: list[Tensor], updates: Sequence[Tensor]) -> list[list[Tensor]]:
-    return [F.add(params, list(updates), own=True)]
+def _sum(params: list[Tensor], updates: list[Tensor], donate: bool) -> list[Tensor]:
+    if donate or all(update.dtype == params[0].dtype for update in updates):
+        return F.add(params, updates, inplace=donate)
+    return [(p + u).to(p.dtype) for p, u in zip(params, updates, strict=True)]

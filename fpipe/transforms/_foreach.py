@@ -1,10 +1,10 @@
-"""Lists of tensors through one call: torch's foreach and fused kernels behind plain names.
+"""Functions of lists of tensors: torch's foreach and fused kernels under plain names.
 
-These kernels are private by name in torch, so this is the one file of the transforms that touches them. Lists may be
-empty. ``own=True`` says that the memory of the first list may be written to; it is not where autograd records, unless
-its values are given away (``donate``). Where derivatives are taken, each tensor goes through torch's plain function:
-the kernels for lists have no rules for forward mode and for vmap, and wrong ones backwards for some lists of several.
-Nothing here knows trees, ranks or optimizers.
+torch's names for these kernels begin with an underscore, so this is the only file of the transforms that calls them.
+Lists may be empty. ``inplace=True`` allows a function to write into the memory of its first list; it never does so
+where derivatives are taken. There, each tensor goes through torch's ordinary function: the kernels for lists have no
+rules for forward mode and vmap, and wrong backwards for some lists of several tensors. This module must not know
+trees, ranks or optimizers.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -13,19 +13,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 Tensors: TypeAlias = list[Tensor]
-#: devices on which the fused kernels are taken without being asked for
+#: Devices on which the fused kernels are the default.
 FUSED_DEVICES = ("cpu", "cuda")
 _TRANSFORMED: ContextVar[bool] = ContextVar("_TRANSFORMED", default=False)
 
 
 def differentiated() -> bool:
-    """Whether somebody may take a derivative of what is computed here, or runs it for many at once.
+    """Whether autograd or a torch.func transform may follow what is computed now.
 
     >>> differentiated()
     True
@@ -38,7 +39,7 @@ def differentiated() -> bool:
 
 @contextmanager
 def transformed() -> Iterator[None]:
-    """Within it tensors are in the hands of torch.func, whatever the mode of autograd."""
+    """Within this context ``differentiated()`` is true: tensors belong to torch.func, whatever autograd's mode is."""
     before = _TRANSFORMED.set(True)
     try:
         yield
@@ -47,62 +48,57 @@ def transformed() -> Iterator[None]:
 
 
 def _run(
-    fresh: Callable[..., Any], into: Callable[..., Any], one: Callable[..., Tensor], own: bool, xs: Tensors, *args: Any,
+    fresh: Callable[..., Any], into: Callable[..., object], one: Callable[..., Any], inplace: bool, xs: Tensors,
+    *args: Any,
 ) -> Tensors:  # fmt: skip
-    """A function of lists; ``one`` is the same of a tensor, with an argument of each list."""
+    """A function of lists, as new tensors or in place; ``one`` is the same function of one tensor of each list."""
     if not xs:
         return []
     if differentiated():
         rows = [arg if isinstance(arg, (list, tuple)) else [arg] * len(xs) for arg in args]
         return [one(*row) for row in zip(xs, *rows, strict=True)]
-    if own:
+    if inplace:
         into(xs, *args)
         return xs
     return list(fresh(xs, *args))
 
 
-def mul(xs: Tensors, factor: float | Tensor | Sequence[float], *, own: bool = False) -> Tensors:
-    """``x * factor``: one for all, or one for each."""
-    return _run(torch._foreach_mul, torch._foreach_mul_, torch.mul, own, xs, factor)
+def mul(xs: Tensors, factor: float | Tensor | Sequence[float], *, inplace: bool = False) -> Tensors:
+    """``x * factor``: one factor for all, or one for each."""
+    return _run(torch._foreach_mul, torch._foreach_mul_, torch.mul, inplace, xs, factor)
 
 
-def div(xs: Tensors, divisor: float, *, own: bool = False) -> Tensors:
+def div(xs: Tensors, divisor: float, *, inplace: bool = False) -> Tensors:
     """``x / divisor``."""
-    return _run(torch._foreach_div, torch._foreach_div_, torch.div, own, xs, divisor)
+    return _run(torch._foreach_div, torch._foreach_div_, torch.div, inplace, xs, divisor)
 
 
-def add(xs: Tensors, ys: Tensors, alpha: float = 1, *, own: bool = False) -> Tensors:
+def add(xs: Tensors, ys: Tensors, alpha: float = 1, *, inplace: bool = False) -> Tensors:
     """``x + alpha * y``."""
-    if not xs:
-        return []
-    if differentiated():
-        return [torch.add(x, y, alpha=alpha) for x, y in zip(xs, ys, strict=True)]
-    if own:
-        torch._foreach_add_(xs, ys, alpha=alpha)
-        return xs
-    return list(torch._foreach_add(xs, ys, alpha=alpha))
+    fresh, into, one = (partial(f, alpha=alpha) for f in (torch._foreach_add, torch._foreach_add_, torch.add))
+    return _run(fresh, into, one, inplace, xs, ys)
 
 
-def shift(xs: Tensors, number: float, *, own: bool = False) -> Tensors:
+def shift(xs: Tensors, number: float, *, inplace: bool = False) -> Tensors:
     """``x + number``."""
-    return _run(torch._foreach_add, torch._foreach_add_, torch.add, own, xs, number)
+    return _run(torch._foreach_add, torch._foreach_add_, torch.add, inplace, xs, number)
 
 
-def lerp(xs: Tensors, ys: Tensors, weight: float, *, own: bool = False) -> Tensors:
+def lerp(xs: Tensors, ys: Tensors, weight: float, *, inplace: bool = False) -> Tensors:
     """``x + weight * (y - x)``."""
-    return _run(torch._foreach_lerp, torch._foreach_lerp_, torch.lerp, own, xs, ys, weight)
+    return _run(torch._foreach_lerp, torch._foreach_lerp_, torch.lerp, inplace, xs, ys, weight)
 
 
-def addcmul(xs: Tensors, ys: Tensors, zs: Tensors, value: float, *, own: bool = False) -> Tensors:
+def addcmul(xs: Tensors, ys: Tensors, zs: Tensors, value: float, *, inplace: bool = False) -> Tensors:
     """``x + value * y * z``."""
     one = lambda x, y, z, value: torch.addcmul(x, y, z, value=value)
-    return _run(torch._foreach_addcmul, torch._foreach_addcmul_, one, own, xs, ys, zs, value)
+    return _run(torch._foreach_addcmul, torch._foreach_addcmul_, one, inplace, xs, ys, zs, value)
 
 
-def addcdiv(xs: Tensors, ys: Tensors, zs: Tensors, value: float, *, own: bool = False) -> Tensors:
+def addcdiv(xs: Tensors, ys: Tensors, zs: Tensors, value: float, *, inplace: bool = False) -> Tensors:
     """``x + value * y / z``."""
     one = lambda x, y, z, value: torch.addcdiv(x, y, z, value=value)
-    return _run(torch._foreach_addcdiv, torch._foreach_addcdiv_, one, own, xs, ys, zs, value)
+    return _run(torch._foreach_addcdiv, torch._foreach_addcdiv_, one, inplace, xs, ys, zs, value)
 
 
 def sqrt(xs: Tensors) -> Tensors:
@@ -115,7 +111,7 @@ def sign(xs: Tensors) -> Tensors:
     return _each(torch._foreach_sign, torch.sign, xs)
 
 
-def _each(fresh: Callable[..., Any], one: Callable[[Tensor], Tensor], xs: Tensors) -> Tensors:
+def _each(fresh: Callable[[Tensors], Sequence[Tensor]], one: Callable[[Tensor], Tensor], xs: Tensors) -> Tensors:
     return _run(fresh, fresh, one, False, xs)
 
 
@@ -127,24 +123,27 @@ def clamp(xs: Tensors, low: float, high: float) -> Tensors:
 
 def norms(xs: Tensors, p: float) -> Tensors:
     """The p-norm of each, in float32 at least. None of them may be empty."""
-    dtype = torch.float32 if xs and xs[0].dtype in (torch.float16, torch.bfloat16) else None
-    return _each(
-        lambda xs: torch._foreach_norm(xs, p, dtype=dtype), lambda x: torch.linalg.vector_norm(x, p, dtype=dtype), xs
-    )
+    how = {"dtype": norm_dtype(xs[0]) if xs else None}
+    return _each(lambda xs: torch._foreach_norm(xs, p, **how), lambda x: torch.linalg.vector_norm(x, p, **how), xs)
+
+
+def norm_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype in which a norm accumulates: float32 for half precision, and None for the tensor's own dtype."""
+    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None
 
 
 def cast(xs: Tensors, dtype: torch.dtype) -> Tensors:
-    """In another dtype; those that have it already are handed on."""
+    """In another dtype; tensors of that dtype are returned as they are."""
     return [x if x.dtype == dtype else x.to(dtype) for x in xs]
 
 
 def cast_like(xs: Tensors, others: Tensors) -> Tensors:
-    """Each in the dtype of its partner."""
+    """Each in the dtype of the tensor at the same index of ``others``."""
     return [x.to(y.dtype) for x, y in zip(xs, others, strict=True)]
 
 
 def copies(xs: Tensors, *, like: Tensors | None = None, into: Tensors | None = None) -> Tensors:
-    """The same values in memory of our own, laid out as ``like``, or in that of the caller."""
+    """The same values in new memory with the strides of ``like``, or in the memory of ``into``."""
     if differentiated():
         return [x.clone() for x in xs]
     into = [torch.empty_like(x) for x in like or xs] if into is None else into
@@ -154,7 +153,7 @@ def copies(xs: Tensors, *, like: Tensors | None = None, into: Tensors | None = N
 
 
 def laid_out(xs: Tensors, others: Tensors) -> Tensors:
-    """Each with the strides of its partner: the fused kernels walk memory, and never ask."""
+    """Each with the strides of the tensor at the same index of ``others``: the fused kernels ignore strides."""
     return [x if x.stride() == y.stride() else torch.empty_like(y).copy_(x) for x, y in zip(xs, others, strict=True)]
 
 
@@ -163,5 +162,7 @@ def fused_adam(
 ) -> None:
     """One pass of Adam without weight decay. Changes us, ms and vs."""
     steps = [step.to(us[0].device, torch.float32)] * len(us)
-    how: dict[str, Any] = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": 0.0}
-    torch._fused_adam_(us, gs, ms, vs, [], steps, amsgrad=False, maximize=False, **how)
+    torch._fused_adam_(
+        us, gs, ms, vs, [], steps,
+        lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=0.0, amsgrad=False, maximize=False,
+    )  # fmt: skip

@@ -1,61 +1,72 @@
-"""What a transform needs of a pipeline to see all its stages, and boards that every process reads alike.
+"""What a transform needs of a pipeline to reduce over all stages, and boards that every process reads alike.
 
-``over=pipe`` takes anything with this little Protocol; ``over=None`` means that the tree is whole. A board has one
-entry per slot (a stage, or a copy of a tied parameter). Each process fills in what lives on it and one sum makes it
-whole: zeros are added to a single value, which keeps its bits, so what is made of a board does not depend on how many
-processes there are. Knows no schedule and no single transform.
+``over=pipe`` takes any object with the Protocol below; ``over=None`` means that the tree is complete. A board has one
+entry per slot (a stage, or a copy of a tied parameter). Each process fills in the slots of its stages, and one sum
+completes the board: only zeros are added to a value, which keeps its bits, so what is computed from a board does not
+depend on the number of processes. This module must not know schedules or any single transform.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..collectives.group import Group
 from ..errors import TransformError
+from ..plans.sharding import Copies
 from ..tree import Tree, leaves
 
-#: devices that have float64; elsewhere boards are float32
-_DOUBLE = ("cpu", "cuda")
+#: Devices that have float64; elsewhere boards are float32.
+DOUBLE_DEVICES = ("cpu", "cuda")
 
 
 class Over(Protocol):
-    """The part of a pipeline that a transform sees."""
+    """The part of a pipeline that a transform uses.
+
+    ``group`` are its ranks, ``here`` the stages on this process of ``stages`` in all, and ``tied`` groups of names of
+    leaves that are one parameter, such as ``("0.wte", "7.wte")``. ``all_sum`` returns the sum of a tensor over the
+    pipeline's processes, on each of them, and does not change its argument.
+    """
 
     @property
-    def group(self) -> Group:
-        """Its ranks."""
-        ...
-
+    def group(self) -> Group: ...
     @property
-    def here(self) -> tuple[int, ...]:
-        """The stages on this process."""
-        ...
-
+    def here(self) -> tuple[int, ...]: ...
     @property
-    def stages(self) -> int:
-        """How many stages there are in all."""
-        ...
-
+    def stages(self) -> int: ...
     @property
-    def tied(self) -> tuple[tuple[str, ...], ...]:
-        """Groups of names of leaves that are one parameter, such as ``("0.wte", "7.wte")``."""
-        ...
+    def tied(self) -> tuple[tuple[str, ...], ...]: ...
+    def all_sum(self, tensor: Tensor) -> Tensor: ...
 
-    def all_sum(self, tensor: Tensor) -> Tensor:
-        """The sum over the pipeline's processes, on each of them; the argument is left as it is."""
-        ...
 
-    def gather(self, obj: Any) -> list[Any]:
-        """What every process passed."""
-        ...
+class Sharded(Over, Protocol):
+    """A pipeline whose copies hold shards; ``unshard`` returns whole leaves from a list with one entry per stage."""
+
+    def unshard(self, parts: Sequence[Any]) -> list[Any]: ...
+
+
+def copies_of(over: Over | None) -> Copies | None:
+    """The copies of a pipeline, where it has any; an ``Over`` need not have the attribute."""
+    return getattr(over, "copies", None)
+
+
+def shards_of(over: Over | None) -> Group | None:
+    """The group whose processes hold shards of the same leaves (``zero=``); None where leaves are whole."""
+    copies = copies_of(over)
+    return copies.group if copies is not None and copies.cut else None
+
+
+def own_leaves(over: Over | None) -> tuple[Group, tuple[str, ...]] | None:
+    """For copies with whole leaves of which some differ (``own=``): their group, and patterns of those leaves."""
+    copies = copies_of(over)
+    return None if copies is None or copies.cut or not copies.own else (copies.group, copies.own)
 
 
 def stages_here(tree: Tree, over: Over | None) -> dict[int, Tree]:
-    """The stages that this process answers for. Without a pipeline, the entries of a list, or the tree as one stage.
+    """The stages on this process. Without a pipeline, the entries of a list, or the whole tree as one stage.
 
     >>> stages_here([5, None, 6], None), stages_here({"w": 5}, None)
     ({0: 5, 1: None, 2: 6}, {0: {'w': 5}})
@@ -64,53 +75,53 @@ def stages_here(tree: Tree, over: Over | None) -> dict[int, Tree]:
     if over is None:
         return dict(enumerate(tree)) if listed else {0: tree}
     if not listed or len(tree) != over.stages:
-        found = f"{len(tree)} entries" if listed else f"a {type(tree).__name__}"
+        got = f"{len(tree)} entries" if listed else f"a {type(tree).__name__}"
         raise TransformError(
-            f"{found} for a pipeline of {over.stages} stages; pass a list with one entry per stage, "
-            f"None where the stage lives elsewhere"
+            f"{got} for a pipeline of {over.stages} stages; pass a list with one entry per stage, "
+            f"None for stages on other processes"
         )
     return {stage: tree[stage] for stage in over.here}
 
 
-def apart(over: Over | None) -> tuple[Group, tuple[str, ...]] | None:
-    """Where copies of a pipeline hold whole leaves, and some for themselves (``own=``): their group, and which."""
-    copies = getattr(over, "copies", None)
-    return None if copies is None or copies.cut or not copies.own else (copies.group, copies.own)
-
-
-def number_of_slots(tree: Tree, over: Over | None) -> int:
-    """How many stages a board of stages needs."""
-    return len(stages_here(tree, None)) if over is None else over.stages
-
-
 def board_device(tree: Tree, over: Over | None) -> torch.device:
-    """Where this process talks to the others."""
+    """The device on which this process reduces."""
     if over is not None:
         return over.group.device(over.group.here[0])
     return next((leaf.device for leaf in leaves(tree) if isinstance(leaf, Tensor)), torch.device("cpu"))
 
 
-def board(values: Mapping[int, Tensor], slots: int, device: torch.device, over: Over | None) -> Tensor:
-    """Numbers by slot, on every process; 0 where nobody has one.
+class Board(NamedTuple):
+    """Numbers by slot that every process reads alike; 0 where no process has one.
 
-    Several processes may fill one slot, replicas of a stage, with the same bits: the number is divided by how many.
+    Several processes may fill one slot, replicas of a stage, with the same bits: the sum is divided by their number.
 
-    >>> board({0: torch.tensor(2.0), 2: torch.tensor(0.5)}, 3, torch.device("cpu"), None).tolist()
+    >>> Board(3, torch.device("cpu"), None).complete({0: torch.tensor(2.0), 2: torch.tensor(0.5)}).tolist()
     [2.0, 0.0, 0.5]
     """
-    both = board_part(values, slots, device)
-    return board_whole(both if over is None else over.all_sum(both))
 
+    slots: int
+    device: torch.device
+    over: Over | None
 
-def board_part(values: Mapping[int, Tensor], slots: int, device: torch.device) -> Tensor:
-    """What one process adds to the sum that is a board."""
-    dtype = torch.float64 if device.type in _DOUBLE else torch.float32
-    blank = torch.zeros((), dtype=dtype, device=device)
-    row = torch.stack([values[slot].to(device, dtype) if slot in values else blank for slot in range(slots)])
-    filled = torch.tensor([float(slot in values) for slot in range(slots)], dtype=dtype, device=device)
-    return torch.stack([row, filled])
+    @classmethod
+    def of_stages(cls, tree: Tree, over: Over | None) -> Board:
+        """A board with a slot for each stage."""
+        slots = len(stages_here(tree, None)) if over is None else over.stages
+        return cls(slots, board_device(tree, over), over)
 
+    def part(self, values: Mapping[int, Tensor]) -> Tensor:
+        """What one process adds to the sum that is the board: its values, and which slots it filled."""
+        kind = {"dtype": torch.float64 if self.device.type in DOUBLE_DEVICES else torch.float32, "device": self.device}
+        blank = torch.zeros((), **kind)
+        row = torch.stack([values[slot].to(**kind) if slot in values else blank for slot in range(self.slots)])
+        return torch.stack([row, torch.tensor([float(slot in values) for slot in range(self.slots)], **kind)])
 
-def board_whole(both: Tensor) -> Tensor:
-    """The board from the sum of its parts."""
-    return both[0] / both[1].clamp(min=1)
+    def complete(self, values: Mapping[int, Tensor]) -> Tensor:
+        """The board from the values of all processes."""
+        part = self.part(values)
+        return self.whole(part if self.over is None else self.over.all_sum(part))
+
+    @staticmethod
+    def whole(total: Tensor) -> Tensor:
+        """The board from the sum of its parts."""
+        return total[0] / total[1].clamp(min=1)

@@ -1,8 +1,8 @@
-"""Which places of a tree hold a leaf, and the leaves of other trees at the same places.
+"""Where a tree has leaves, and the leaves of other trees at the same places.
 
-Gradients have ``None`` where a stage lives elsewhere or a leaf is frozen; parameters and state may have more there.
-This module lines them up, sorts leaves by device and dtype so that a kernel runs once for each, and says when autograd
-records. It knows nothing of ranks or of any single transform.
+Gradients have ``None`` for stages on other processes and for frozen leaves, where parameters and state may have a leaf.
+This module aligns such trees, groups leaves by device and dtype so that a kernel runs once for each group, and decides
+whether autograd records. It must not know ranks or any single transform.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import optree
 import torch
@@ -21,11 +21,12 @@ from ..programs._functorch import wrapped
 from ..tree import NAMESPACE, Spec, Tree, is_floating, names, tree_map
 from . import _foreach as F
 
-Column = list[Any]
+#: One value per leaf, in the order of the leaves.
+Column: TypeAlias = list[Any]
 
 
 class Places(NamedTuple):
-    """The leaves of a tree and where they are.
+    """The leaves of a tree and their positions in it.
 
     >>> at = places([None, {"w": 1, "frozen": None}])
     >>> at.leaves, at.of([{"w": 8}, {"w": 2, "frozen": 9}], "params")
@@ -39,20 +40,24 @@ class Places(NamedTuple):
     leaves: Column
 
     def of(self, other: Tree, what: str) -> Column:
-        """The leaves of another tree at these places."""
+        """The leaves of another tree at these places; ``what`` names that tree in errors."""
         column = self.column(other, what)
-        found = [column[index] for index in self.where]
-        missing = [spot for spot, leaf in enumerate(found) if leaf is None]
-        if missing:
+        if any(leaf is None for leaf in column):
+            missing = [index for index, leaf in enumerate(column) if leaf is None]
             raise TransformError(
                 f"{what} has None where the gradients have a leaf: {', '.join(self.names(missing))}; "
                 f"pass the trees of one pipeline, each with one entry per stage"
             )
-        return found
+        return column
+
+    def column(self, other: Tree, what: str) -> Column:
+        """What another tree has at these places, None and whole subtrees included."""
+        everything = self._flat(other, what)
+        return [everything[index] for index in self.where]
 
     def tree(self, leaves: Iterable[Any], base: Tree = None) -> Tree:
-        """A tree with these leaves; elsewhere what ``base`` has there, or None."""
-        column = [None] * self.spec.num_leaves if base is None else list(self.column(base, "the state"))
+        """A tree with these leaves; at other places what ``base`` has there, or None."""
+        column = [None] * self.spec.num_leaves if base is None else list(self._flat(base, "the state"))
         for index, leaf in zip(self.where, leaves, strict=True):
             column[index] = leaf
         return optree.tree_unflatten(self.spec, column)
@@ -62,8 +67,12 @@ class Places(NamedTuple):
         leaves = self.leaves if tree is None else self.of(tree, "params")
         return self.tree([leaf if flag else None for leaf, flag in zip(leaves, flags, strict=True)])
 
-    def column(self, other: Tree, what: str) -> Column:
-        """What another tree has at every place, None and whole subtrees included."""
+    def names(self, indices: Iterable[int]) -> list[str]:
+        """The dotted names of some of the leaves."""
+        every = names(optree.tree_unflatten(self.spec, range(self.spec.num_leaves)))
+        return [every[self.where[index]] for index in indices]
+
+    def _flat(self, other: Tree, what: str) -> Column:
         try:
             return self.spec.flatten_up_to(other)
         except ValueError as error:
@@ -72,21 +81,16 @@ class Places(NamedTuple):
                 f"each with one entry per stage"
             ) from error
 
-    def names(self, spots: Iterable[int]) -> list[str]:
-        """What some of the leaves are called."""
-        every = names(optree.tree_unflatten(self.spec, range(self.spec.num_leaves)))
-        return [every[self.where[spot]] for spot in spots]
-
 
 def places(tree: Tree) -> Places:
-    """Look at a tree once."""
+    """Flatten a tree once."""
     column, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
     where = [index for index, leaf in enumerate(column) if leaf is not None]
     return Places(spec, where, [column[index] for index in where])
 
 
 def brief(error: Exception) -> str:
-    """What optree says of two trees, without the tensors in them.
+    """optree's message about two trees, without the tensors in it.
 
     >>> brief(ValueError("list arity mismatch; expected: 2, got: 1; list: [tensor([1., 2.])]."))
     'list arity mismatch; expected: 2, got: 1'
@@ -95,7 +99,7 @@ def brief(error: Exception) -> str:
 
 
 def by_kind(kernel: Callable[..., Sequence[Column]], first: list[Tensor], *rest: Column) -> list[Column]:
-    """Run a kernel over columns once for each device and dtype of the first; its columns, in the old order.
+    """Run a kernel on columns, once for each device and dtype in the first; its columns, in the original order.
 
     >>> columns = [torch.ones(2), torch.ones(2).double(), torch.zeros(3)]
     >>> by_kind(lambda xs: print(len(xs)) or [xs], columns)[0] == columns
@@ -118,9 +122,14 @@ def by_kind(kernel: Callable[..., Sequence[Column]], first: list[Tensor], *rest:
     return merged
 
 
+def map_kinds(kernel: Callable[..., Column], first: list[Tensor], *rest: Column) -> Column:
+    """:func:`by_kind` for a kernel that returns one column."""
+    return by_kind(lambda *columns: [kernel(*columns)], first, *rest)[0]
+
+
 @contextmanager
 def recording(*columns: Iterable[Any]) -> Iterator[None]:
-    """Autograd stays on only where something that comes in carries a gradient: meta-gradients work, loops do not leak.
+    """Autograd records only where an argument requires a gradient: meta-gradients work, and loops keep no graph.
 
     >>> with recording([torch.ones(1)]):
     ...     torch.is_grad_enabled()
@@ -128,7 +137,7 @@ def recording(*columns: Iterable[Any]) -> Iterator[None]:
     """
     tensors = [leaf for column in columns for leaf in column if isinstance(leaf, Tensor)]
     carried = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tensors)
-    # forward mode and vmap do not ask for a gradient
+    # forward mode and vmap do not set requires_grad
     with torch.set_grad_enabled(carried), F.transformed() if wrapped(*tensors) else nullcontext():
         yield
 
@@ -139,5 +148,5 @@ def zeros(params: Tree, dtype: torch.dtype | None = None) -> Tree:
 
 
 def count() -> Tensor:
-    """A counter at zero: a tensor, so that a state has tensors only, and on the CPU, so that it is read at once."""
+    """A counter at zero: a tensor, because a state has only tensors, and on the CPU, where reading it is fast."""
     return torch.zeros((), dtype=torch.int64)

@@ -1,6 +1,6 @@
 """Sums and averages over steps: gradients of several calls in one step, and moving averages.
 
-Knows no ranks and no optimizer.
+This module must not know ranks or optimizers.
 """
 
 from __future__ import annotations
@@ -11,25 +11,30 @@ import torch
 from torch import Tensor
 
 from ..errors import TransformError
-from ..tree import Tree, tree_map
+from ..tree import tree_map
 from . import _foreach as F
-from ._base import State, Transform, apply_updates
-from ._late import donating
-from ._places import by_kind, count, places, recording, zeros
+from ._base import Params, State, Transform, Updates, apply_updates
+from ._optimizer import weights_of
+from ._places import count, map_kinds, places, recording, zeros
 
 
 class AccumulateState(NamedTuple):
-    """``calls``: since the last step; ``total``: the sum of their gradients (without meaning where there is none)."""
+    """``calls``: since the last step; ``total``: the sum of their gradients (undefined if ``calls`` is 0)."""
 
     calls: Tensor
-    total: Tree
+    total: Updates
 
 
 def accumulate(k: int, *, reduction: Literal["mean", "sum"] = "mean", dtype: torch.dtype | None = None) -> Transform:
-    """One step for every k calls, from the mean (or the sum) of their gradients; no step at the others.
+    """One step for every k calls, from the mean (or the sum) of their gradients.
 
-    In a chain, what stands behind it runs at every k-th call only; at the others the updates are ``None``, for which
-    :func:`apply_updates` changes nothing. ``dtype`` is that of the sum (default: the parameter's).
+    In a chain, the transforms behind it run at every k-th call only; at the other calls the updates are ``None``, with
+    which :func:`apply_updates` changes nothing.
+
+    Args:
+        k: the number of calls.
+        reduction: ``"mean"`` or ``"sum"``.
+        dtype: that of the sum; by default the parameter's.
 
     >>> from fpipe.transforms import chain, sgd
     >>> tx = chain(accumulate(2), sgd(1.0))
@@ -45,49 +50,44 @@ def accumulate(k: int, *, reduction: Literal["mean", "sum"] = "mean", dtype: tor
     if reduction not in ("mean", "sum"):
         raise TransformError(f"reduction={reduction!r}; there are 'mean' and 'sum'")
 
-    def init(params: Tree) -> State:
-        return AccumulateState(count(), zeros(params, dtype))
-
-    def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
+    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
         at = places(grads)
         with recording(at.leaves):
             totals = at.of(state.total, "the state")
             fresh = F.cast_like(at.leaves, totals)
-            if state.calls.item():
-                totals = by_kind(lambda ts, gs: [F.add(ts, gs)], totals, fresh)[0]
-            else:
-                totals = fresh
+            totals = map_kinds(F.add, totals, fresh) if state.calls.item() else fresh
             after = AccumulateState((state.calls + 1) % k, at.tree(totals, base=state.total))
             if after.calls.item():
                 return None, after
             if reduction == "mean":
-                totals = by_kind(lambda ts: [F.div(ts, k)], totals)[0]
+                totals = map_kinds(lambda ts: F.div(ts, k), totals)
             return at.tree(totals), after
 
-    return Transform(init, update)
+    return Transform(lambda params: AccumulateState(count(), zeros(params, dtype)), update)
 
 
 class EmaState(NamedTuple):
-    """``step``: steps made; ``average``: of the updates, not yet debiased, or of the parameters."""
+    """``step``: number of steps; ``average``: of the updates, before debiasing, or of the parameters."""
 
     step: Tensor
-    average: Tree
+    average: Updates
 
 
 def ema(
-    decay: float,
-    *,
-    of: Literal["updates", "params"] = "updates",
-    debias: bool = True,
-    dtype: torch.dtype | None = None,
+    decay: float, *,
+    of: Literal["updates", "params"] = "updates", debias: bool = True, dtype: torch.dtype | None = None,
     donate: bool = False,
-) -> Transform:
-    """The exponential moving average of the updates, in their place; or of the parameters, beside them.
+) -> Transform:  # fmt: skip
+    """The exponential moving average of the updates, which replaces them; or of the parameters, in the state.
 
-    ``of="updates"`` is optax's: ``average = decay * average + (1 - decay) * update``, divided by ``1 - decay ** t``
-    where ``debias``. ``of="params"`` stands last in a chain, hands the updates on, and keeps in ``state.average`` the
-    average of the parameters as they will be after the step, starting from those at init (nothing to debias).
-    ``dtype`` is that of the average; ``donate=True`` writes it into the memory of the old one.
+    Args:
+        decay: the factor of the old average.
+        of: ``"updates"`` is optax's: ``average = decay * average + (1 - decay) * update``. ``"params"`` comes last in
+            a chain and returns the updates unchanged; ``state.average`` is the average of the parameters as they will
+            be after the step, starting from those at init.
+        debias: whether averages of updates are divided by ``1 - decay ** t``.
+        dtype: that of the average; by default the parameter's.
+        donate: write the average into the memory of the old one, which must not be used again.
 
     >>> tx = ema(0.9, of="params")
     >>> params = [torch.zeros(1)]
@@ -99,35 +99,40 @@ def ema(
         raise TransformError(f"decay={decay}; an average needs a decay between 0 and 1")
     if of not in ("updates", "params"):
         raise TransformError(f"of={of!r}; there are 'updates' and 'params'")
+    return _ema_of_params(decay, dtype, donate) if of == "params" else _ema_of_updates(decay, debias, dtype, donate)
 
-    def init(params: Tree) -> State:
-        start = zeros(params, dtype)
-        if of == "params":
-            start = tree_map(lambda z, p: p.detach().to(z.dtype, copy=True), start, _like(start, params))
-        return EmaState(count(), start)
 
-    def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
+def _average(old: list[Tensor], new: list[Tensor], decay: float, donate: bool) -> list[Tensor]:
+    return map_kinds(lambda xs, ys: F.lerp(xs, ys, 1 - decay, inplace=donate), old, F.cast_like(new, old))
+
+
+def _ema_of_updates(decay: float, debias: bool, dtype: torch.dtype | None, donate: bool) -> Transform:
+    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
         at = places(grads)
-        if of == "params" and params is None:
-            raise TransformError("ema(of='params') needs the parameters; call tx.update(updates, state, params)")
         with recording(at.leaves):
-            averages = at.of(state.average, "the state")
-            new = at.of(apply_updates(params, grads), "params") if of == "params" else at.leaves
-            new = F.cast_like(new, averages)
-            averages = by_kind(lambda xs, ys: [F.lerp(xs, ys, 1 - decay, own=donate)], averages, new)[0]
+            averages = _average(at.of(state.average, "the state"), at.leaves, decay, donate)
             after = EmaState(state.step + 1, at.tree(averages, base=state.average))
-            if of == "params":
-                return grads, after
             if debias:
                 correction = 1 - decay ** int(after.step.item())
-                averages = by_kind(lambda xs: [F.div(xs, correction)], averages)[0]
+                averages = map_kinds(lambda xs: F.div(xs, correction), averages)
             return at.tree(F.cast_like(averages, at.leaves)), after
 
-    donating(update, donate=donate)
-    return Transform(init, update)
+    return Transform(lambda params: EmaState(count(), zeros(params, dtype)), update, donates=donate)
 
 
-def _like(tree: Tree, params: Tree) -> Tree:
-    """The parameters that have a place in a tree."""
-    at = places(tree)
-    return at.keep([True] * len(at.leaves), params)
+def _ema_of_params(decay: float, dtype: torch.dtype | None, donate: bool) -> Transform:
+    def init(params: Params) -> State:
+        start = zeros(params, dtype)
+        at = places(start)
+        floating = at.keep([True] * len(at.leaves), params)
+        return EmaState(count(), tree_map(lambda z, p: p.detach().to(z.dtype, copy=True), start, floating))
+
+    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
+        at = places(grads)
+        weights_of(at, params, "ema(of='params')")
+        with recording(at.leaves):
+            new = at.of(apply_updates(params, grads), "params")
+            averages = _average(at.of(state.average, "the state"), new, decay, donate)
+            return grads, EmaState(state.step + 1, at.tree(averages, base=state.average))
+
+    return Transform(init, update, donates=donate)

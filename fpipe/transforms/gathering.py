@@ -1,11 +1,11 @@
-"""Gradients that several places share: means over data-parallel replicas, sums over the copies of a tied parameter.
+"""Gradients of tensors with several copies: means over data-parallel replicas, sums over copies of a tied parameter.
 
-One reduction a dtype, of all leaves laid end to end. Knows no optimizer and no schedule.
+One reduction per dtype, of all leaves as one flat tensor. This module must not know optimizers or schedules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,51 +13,53 @@ from torch import Tensor
 
 from ..collectives.group import Group
 from ..errors import TransformError
-from ..tree import Tree, names
-from ._base import State, Transform, stateless
-from ._over import Over, board, board_device
-from ._places import by_kind, places
+from ..tree import names
+from ._base import Params, State, Transform, Updates, on_leaves
+from ._over import Board, Over, board_device, shards_of
+from ._places import map_kinds, places
 from .norms import Tied
 
 
 def mean_over(group: Group, *, dtype: torch.dtype | None = None) -> Transform:
     """The mean over the processes of a group, such as the data-parallel replicas of a stage.
 
-    ``dtype`` is what travels and is added (default: each leaf's own); the result has the leaf's own again.
+    Args:
+        group: the processes; each of them calls with trees of the same form.
+        dtype: in which gradients are sent and added, by default each leaf's; the result has the leaf's dtype.
 
     >>> from fpipe.collectives.local import local
     >>> mean_over(local(1)).update([torch.ones(2), None], ())
     ([tensor([1., 1.]), None], ())
     """
 
-    def kernel(leaves: list[Tensor]) -> list[list[Tensor]]:
+    def kernel(leaves: list[Tensor]) -> list[Tensor]:
         if not leaves:
-            return [[]]
+            return []
         flat = torch.cat([leaf.detach().reshape(-1) for leaf in leaves])
         mean = group.all_reduce(flat if dtype is None else flat.to(dtype), "mean").to(flat.dtype)
         parts = mean.split([leaf.numel() for leaf in leaves])
-        return [[part.view(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]]
+        return [part.view(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
 
-    def update(grads: Tree, params: Tree) -> Tree:
-        at = places(grads)
-        return at.tree(by_kind(kernel, at.leaves)[0])
-
-    return stateless(update)
+    return on_leaves(lambda leaves: map_kinds(kernel, leaves))
 
 
 class TiedState(NamedTuple):
-    """``sizes``: elements of each copy of each tied parameter, wherever it lives; ``double``: one is float64."""
+    """``sizes``: elements of each copy of each tied parameter, on any process; ``double``: one of them is float64."""
 
     sizes: Tensor
     double: Tensor
 
 
 def sum_tied(tied: Tied | None = None, *, over: Over | None = None) -> Transform:
-    """Give each copy of a tied parameter the sum of the gradients of all its copies, wherever these live.
+    """Replace the gradient of each copy of a tied parameter by the sum over all copies, on any process.
 
-    For pipelines built without ``tied=``; those built with it have summed already. ``tied`` are groups of names,
-    by default those of ``over``. Copies are added in the order of their group, so the sum has the same bits for any
-    number of ranks. Parameters of a group must have one shape, and are not complex.
+    For pipelines built without ``tied=``; those built with it have summed already. Copies are added in the order of
+    their group, so the sum has the same bits for any number of ranks. Parameters of a group must have one shape, and
+    must not be complex.
+
+    Args:
+        tied: groups of names, by default those of ``over``.
+        over: the pipeline.
 
     >>> tx = sum_tied([("0.w", "1.w")])
     >>> params = [{"w": torch.zeros(1)}, {"w": torch.zeros(1)}]
@@ -66,68 +68,62 @@ def sum_tied(tied: Tied | None = None, *, over: Over | None = None) -> Transform
     """
     if tied is None and over is None:
         raise TransformError("sum_tied needs groups of names, as in sum_tied([('0.wte', '7.wte')]), or over=pipe")
-    if getattr(over, "parts", None) is not None:
-        raise TransformError("sum_tied needs whole gradients, and zero= gives parts; build the pipeline with tied=")
+    if shards_of(over) is not None:
+        raise TransformError("sum_tied needs whole gradients, and zero= gives shards; build the pipeline with tied=")
     groups = tuple(tuple(group) for group in (tied if tied is not None else over.tied if over is not None else ()))
     copies = [name for group in groups for name in group]
+    slots = {name: slot for slot, name in enumerate(copies)}
+    if len(slots) < len(copies):
+        raise TransformError(f"tied={groups} names a leaf twice; write all copies of one parameter as one group")
 
-    def init(params: Tree) -> State:
-        here = {name: leaf for name, leaf in zip(names(params), places(params).leaves, strict=True) if name in copies}
-        device = board_device(params, over)
-        sizes = {copies.index(name): torch.tensor(float(leaf.numel())) for name, leaf in here.items()}
-        wide = {copies.index(name): torch.tensor(float(leaf.dtype == torch.float64)) for name, leaf in here.items()}
-        both = board(sizes, len(copies), device, over), board(wide, len(copies), device, over)
-        state = TiedState(both[0].to("cpu", torch.int64), both[1].cpu().any())
-        _check(groups, state.sizes.tolist())
-        return state
+    def init(params: Params) -> State:
+        return _measured(params, groups, slots, over)
 
-    def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
+    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
         at = places(grads)
-        spots = {name: spot for spot, name in enumerate(names(grads)) if name in copies}
-        here = {copies.index(name): at.leaves[spot].detach() for name, spot in spots.items()}
-        dtype = torch.float64 if state.double.item() else torch.float32
-        slots = _exchange(here, state.sizes.tolist(), dtype, board_device(grads, over), over)
+        here = {name: index for index, name in enumerate(names(grads)) if name in slots}
+        values = {slots[name]: at.leaves[index].detach() for name, index in here.items()}
+        rows = _exchange(values, state, board_device(grads, over), over)
         after = list(at.leaves)
-        for group, total in zip(groups, _sums(groups, slots), strict=True):
-            for name in group:
-                if name in spots:
-                    old = at.leaves[spots[name]]
-                    after[spots[name]] = total.to(old.device, old.dtype).view(old.shape)
+        for group in groups:
+            first, *others = (rows[slots[name]] for name in group)
+            total = sum(others, start=first)
+            for index in (here[name] for name in group if name in here):
+                old = at.leaves[index]
+                after[index] = total.to(old.device, old.dtype).view(old.shape)
         return at.tree(after), state
 
     return Transform(init, update)
 
 
-def _exchange(
-    here: dict[int, Tensor], sizes: list[int], dtype: torch.dtype, device: torch.device, over: Over | None
-) -> list[Tensor]:
-    """Every copy's gradient, flat, on every process: a board whose slots are as long as the copies."""
-    empty = [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
-    rows = [here[slot].reshape(-1).to(device, dtype) if slot in here else empty[slot] for slot in range(len(sizes))]
-    if over is None or not rows:
-        return rows
-    filled = torch.tensor([float(slot in here) for slot in range(len(sizes))], dtype=dtype, device=device)
-    *rows, filled = over.all_sum(torch.cat([*rows, filled])).split([*sizes, len(sizes)])
-    return [row / times for row, times in zip(rows, filled.clamp(min=1), strict=True)]
-
-
-def _sums(groups: Sequence[Sequence[str]], slots: list[Tensor]) -> Iterator[Tensor]:
-    start = 0
+def _measured(
+    params: Params, groups: Sequence[Sequence[str]], slots: Mapping[str, int], over: Over | None
+) -> TiedState:
+    """The sizes of all copies, which are checked, and whether one is float64."""
+    device, here = board_device(params, over), dict(zip(names(params), places(params).leaves, strict=True))
+    copies = {slot: here[name] for name, slot in slots.items() if name in here}
+    sizes = {slot: torch.tensor(float(leaf.numel())) for slot, leaf in copies.items()}
+    double = {slot: torch.tensor(float(leaf.dtype == torch.float64)) for slot, leaf in copies.items()}
+    rows = [Board(len(slots), device, over).complete(values) for values in (sizes, double)]
+    state = TiedState(rows[0].to("cpu", torch.int64), rows[1].cpu().any())
+    elements = state.sizes.tolist()
     for group in groups:
-        total = slots[start]
-        for slot in slots[start + 1 : start + len(group)]:
-            total = total + slot
-        start += len(group)
-        yield total
-
-
-def _check(groups: Sequence[Sequence[str]], sizes: list[int]) -> None:
-    start = 0
-    for group in groups:
-        found = dict(zip(group, sizes[start : start + len(group)], strict=True))
-        start += len(group)
-        if len(set(found.values())) != 1 or 0 in found.values():
+        counts = {name: elements[slots[name]] for name in group}
+        if len(set(counts.values())) != 1 or 0 in counts.values():
             raise TransformError(
-                f"these leaves cannot be tied, by their numbers of elements (0: no such leaf): {found}; "
+                f"these leaves cannot be tied, by their numbers of elements (0: no such leaf): {counts}; "
                 f"name leaves of one shape as 'stage.key.key'"
             )
+    return state
+
+
+def _exchange(values: Mapping[int, Tensor], state: TiedState, device: torch.device, over: Over | None) -> list[Tensor]:
+    """Every copy's gradient, flat, on every process: a board whose slots are as long as the copies."""
+    dtype, sizes = torch.float64 if state.double.item() else torch.float32, state.sizes.tolist()
+    empty = [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
+    rows = [values[slot].reshape(-1).to(device, dtype) if slot in values else zero for slot, zero in enumerate(empty)]
+    if over is None or not rows:
+        return rows
+    filled = torch.tensor([float(slot in values) for slot in range(len(sizes))], dtype=dtype, device=device)
+    *rows, filled = over.all_sum(torch.cat([*rows, filled])).split([*sizes, len(sizes)])
+    return [row / times for row, times in zip(rows, filled.clamp(min=1), strict=True)]

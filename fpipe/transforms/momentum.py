@@ -1,45 +1,54 @@
-"""Stochastic gradient descent, plain, with momentum, or with Nesterov's (Sutskever et al. 2013).
+"""Stochastic gradient descent, plain, with momentum, or with Nesterov momentum (Sutskever et al. 2013).
 
     b ← μ b + (1 − dampening) g      (the first b is g)
     update = −lr · b,   Nesterov: −lr · (g + μ b),   no momentum: −lr · g
 
-The arithmetic is that of torch.optim.SGD. Knows no ranks.
+The arithmetic is that of torch.optim.SGD. This module must not know ranks.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
 from ..errors import TransformError
-from ..tree import Tree
 from . import _foreach as F
-from ._base import State, Transform
-from ._late import donating
-from ._places import Column, by_kind, count, places, recording, zeros
-from .scaling import Rate, rate_at, scaled, weights_of
+from ._base import Transform, Updates
+from ._optimizer import Rate, Step, optimizer
+from ._places import Column, by_kind, map_kinds
+from .scaling import scaled
 
 
 class SgdState(NamedTuple):
-    """``step``: steps made; ``momentum``: the running sum b, or None without momentum."""
+    """``step``: number of steps; ``momentum``: the running sum b, or None without momentum."""
 
     step: Tensor
-    momentum: Tree
+    momentum: Updates = None
+
+
+class _Options(NamedTuple):
+    momentum: float
+    dampening: float
+    nesterov: bool
+    decay: float
+    donate: bool
 
 
 def sgd(
-    lr: Rate,
-    momentum: float = 0.0,
-    *,
-    dampening: float = 0.0,
-    nesterov: bool = False,
-    weight_decay: float = 0.0,
-    donate: bool = False,
-) -> Transform:
-    """SGD, with torch's arguments; ``lr`` is a number or a function of the step, which counts from 0.
+    lr: Rate, momentum: float = 0.0, *,
+    dampening: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0, donate: bool = False,
+) -> Transform:  # fmt: skip
+    """SGD, with torch's arguments.
 
-    ``weight_decay`` is the L2 penalty. ``donate=True`` writes the new state into the memory of the old one.
+    Args:
+        lr: a number, or a function of the step, which counts from 0.
+        momentum: the factor of the running sum; 0 keeps none.
+        dampening: how much less than 1 the gradient counts in the running sum.
+        nesterov: whether the update looks one step ahead.
+        weight_decay: an L2 penalty, added to the gradient.
+        donate: write the new state into the memory of the old one, which must not be used again.
 
     >>> import torch
     >>> tx = sgd(0.5, momentum=0.5)
@@ -54,31 +63,24 @@ def sgd(
         )
     if momentum < 0 or weight_decay < 0:
         raise TransformError(f"momentum={momentum}, weight_decay={weight_decay}; sgd needs both to be 0 at least")
+    arithmetic = partial(_sgd, _Options(momentum, dampening, nesterov, weight_decay, donate))
+    return optimizer("sgd", SgdState, arithmetic, lr, moments=int(momentum > 0), decay=weight_decay, donate=donate)
 
-    def init(params: Tree) -> State:
-        return SgdState(count(), zeros(params) if momentum else None)
 
-    def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
-        at = places(grads)
-        rate, first = rate_at(lr, state.step), not state.step.item()
-        with recording(at.leaves):
-            gs: Column = at.leaves
-            if weight_decay:
-                weights = weights_of(at, params, "sgd with weight decay")
-                gs = by_kind(lambda xs, ps: [F.add(xs, ps, weight_decay)], gs, weights)[0]
-            if not momentum:
-                return at.tree(scaled(gs, -rate)), SgdState(state.step + 1, None)
+def _sgd(options: _Options, step: Step, *sums: Column) -> list[Column]:
+    gs = step.grads
+    if options.decay:
+        gs = map_kinds(lambda xs, ps: F.add(xs, ps, options.decay), gs, step.params)
+    if not sums:
+        return [scaled(gs, -step.rate)]
+    return by_kind(partial(_with_momentum, options, step), *sums, gs)
 
-            def kernel(bs: Column, gs: Column) -> tuple[Column, Column]:
-                gs = F.cast_like(gs, bs)
-                if first:
-                    bs = F.copies(gs, into=bs if donate else None)
-                else:
-                    bs = F.add(F.mul(bs, momentum, own=donate), gs, 1 - dampening, own=True)
-                return bs, F.mul(F.add(gs, bs, momentum) if nesterov else bs, -rate)
 
-            bs, us = by_kind(kernel, at.of(state.momentum, "the state"), gs)
-            return at.tree(us), SgdState(state.step + 1, at.tree(bs, base=state.momentum))
-
-    donating(update, donate=donate)
-    return Transform(init, update)
+def _with_momentum(options: _Options, step: Step, bs: Column, gs: Column) -> tuple[Column, Column]:
+    """Updates and running sums for the leaves of one device and dtype."""
+    gs, momentum, donate = F.cast_like(gs, bs), options.momentum, options.donate
+    if step.number.item() == 1:
+        bs = F.copies(gs, into=bs if donate else None)
+    else:
+        bs = F.add(F.mul(bs, momentum, inplace=donate), gs, 1 - options.dampening, inplace=True)
+    return F.mul(F.add(gs, bs, momentum) if options.nesterov else bs, -step.rate), bs

@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are made nearly orthogonal by a Newton-Schulz iteration.
+"""Muon: momentum whose matrices a Newton-Schulz iteration replaces by nearly orthogonal ones.
 
 Keller Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the learning rates by shape are
 those of Liu et al. 2025, "Muon is Scalable for LLM Training" (arXiv:2502.16982).
@@ -7,15 +7,16 @@ those of Liu et al. 2025, "Muon is Scalable for LLM Training" (arXiv:2502.16982)
     X ← u / ‖u‖,  then  X ← a X + (b A + c A²) X  with  A = X Xᵀ,  some times, in bfloat16
     update = −lr · adjust(shape) · X − lr · decay · p
 
-Matrices of one shape go through the iteration together, but only those of one stage: so the bits of an update do not
-depend on which stages live on the same rank. Knows no ranks.
+Matrices of one shape go through the iteration together, but only those of one stage, so the bits of an update do not
+depend on which stages are on the same rank. This module must not know ranks.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,40 +24,50 @@ from torch import Tensor
 from ..errors import TransformError
 from ..tree import Tree, is_floating, leaves, names
 from . import _foreach as F
-from ._base import State, Transform
-from ._labels import Mask, flags
-from ._late import donating
+from ._base import Params, Transform, Updates
+from ._masks import Mask
+from ._optimizer import Rate, Step, decay, optimizer
 from ._over import stages_here
-from ._places import Column, by_kind, count, places, recording, zeros
-from .scaling import Rate, decay, rate_at, weights_of
+from ._places import Column, by_kind, map_kinds
 
-Coefficients = tuple[float, float, float]
+Coefficients: TypeAlias = tuple[float, float, float]
+Adjust: TypeAlias = Literal["original", "match_rms_adamw"] | None
 
 
 class MuonState(NamedTuple):
-    """``step``: steps made; ``m``: the moving average of the gradients."""
+    """``step``: number of steps; ``m``: the moving average of the gradients."""
 
     step: Tensor
-    m: Tree
+    m: Updates
+
+
+class _Options(NamedTuple):
+    momentum: float
+    nesterov: bool
+    coefficients: Coefficients
+    steps: int
+    eps: float
+    adjust: Adjust
+    decay: float
+    donate: bool
 
 
 def muon(
-    lr: Rate,
-    momentum: float = 0.95,
-    weight_decay: float = 0.1,
-    *,
-    nesterov: bool = True,
-    coefficients: Coefficients = (3.4445, -4.7750, 2.0315),
-    steps: int = 5,
-    eps: float = 1e-7,
-    adjust: Literal["original", "match_rms_adamw"] | None = "original",
-    mask: Mask | None = None,
-    donate: bool = False,
-) -> Transform:
-    """Muon for matrices, with the defaults of torch.optim.Muon; give other leaves to another transform.
+    lr: Rate, momentum: float = 0.95, weight_decay: float = 0.1, *,
+    nesterov: bool = True, coefficients: Coefficients = (3.4445, -4.7750, 2.0315), steps: int = 5, eps: float = 1e-7,
+    adjust: Adjust = "original", mask: Mask | None = None, donate: bool = False,
+) -> Transform:  # fmt: skip
+    """Muon for matrices, with the defaults of torch.optim.Muon; use :func:`partition` to treat other leaves otherwise.
 
-    ``lr`` is a number or a function of the step, which counts from 0; ``mask`` says which leaves decay;
-    ``donate=True`` writes the new state into the memory of the old one.
+    Args:
+        lr: a number, or a function of the step, which counts from 0.
+        momentum: the decay of the moving average.
+        weight_decay: decoupled, times the learning rate.
+        nesterov: whether the update looks one step ahead.
+        coefficients, steps, eps: of the Newton-Schulz iteration.
+        adjust: how the learning rate depends on the shape.
+        mask: which leaves decay (see :func:`weight_decay`).
+        donate: write the new state into the memory of the old one, which must not be used again.
 
     >>> from fpipe.transforms import adamw, partition
     >>> from optree import tree_map
@@ -74,54 +85,45 @@ def muon(
         )
     if adjust not in ("original", "match_rms_adamw", None):
         raise TransformError(f"adjust={adjust!r}; there are 'original', 'match_rms_adamw' and None")
-
-    def init(params: Tree) -> State:
-        _check(params)
-        return MuonState(count(), zeros(params))
-
-    def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
-        at = places(grads)
-        weights: Column = weights_of(at, params, "muon with weight decay") if weight_decay else [None] * len(at.leaves)
-        on = flags(at, mask, params) if weight_decay else [False] * len(at.leaves)
-        rate = rate_at(lr, state.step)
-
-        def finish(us: Column, rates: Column, ps: Column, on: Column) -> list[Column]:
-            us = F.mul(us, rates, own=True)
-            return [decay(us, ps, on, -rate * weight_decay, own=True) if any(on) else us]
-
-        with recording(at.leaves):
-            average = partial(_averaged, momentum=momentum, nesterov=nesterov, donate=donate)
-            ms, us = by_kind(average, at.of(state.m, "the state"), at.leaves)
-            us = _orthogonal(at.tree(us), coefficients, steps, eps)
-            rates = [-rate * _adjusted(u.shape, adjust) for u in us]
-            us = by_kind(finish, us, rates, weights, on)[0]
-        return at.tree(us), MuonState(state.step + 1, at.tree(ms, base=state.m))
-
-    donating(update, donate=donate)
-    return Transform(init, update)
+    options = _Options(momentum, nesterov, coefficients, steps, eps, adjust, weight_decay, donate)
+    tx = optimizer("muon", MuonState, partial(_muon, options), lr, decay=weight_decay, mask=mask, donate=donate)
+    return replace(tx, init=lambda params: tx.init(_checked(params)))
 
 
-def _averaged(ms: Column, gs: Column, *, momentum: float, nesterov: bool, donate: bool) -> tuple[Column, Column]:
-    gs = F.cast_like(gs, ms)
-    ms = F.lerp(ms, gs, 1 - momentum, own=donate)
-    return ms, F.lerp(gs, ms, momentum) if nesterov else ms
+def _muon(options: _Options, step: Step, ms: Column) -> tuple[Column, Column]:
+    """Updates and moving averages of all leaves."""
+
+    def average(ms: Column, gs: Column) -> tuple[Column, Column]:
+        gs = F.cast_like(gs, ms)
+        ms = F.lerp(ms, gs, 1 - options.momentum, inplace=options.donate)
+        return F.lerp(gs, ms, options.momentum) if options.nesterov else ms, ms
+
+    def finish(us: Column, rates: Column, ps: Column, on: Column) -> Column:
+        us = F.mul(us, rates, inplace=True)
+        return decay(us, ps, on, -step.rate * options.decay, inplace=True) if any(on) else us
+
+    us, ms = by_kind(average, ms, step.grads)
+    us = _orthogonal(step.at.tree(us), options)
+    rates = [-step.rate * _adjusted(u.shape, options.adjust) for u in us]
+    return map_kinds(finish, us, rates, step.params, step.decays), ms
 
 
-def _orthogonal(tree: Tree, coefficients: Coefficients, steps: int, eps: float) -> list[Tensor]:
-    """The leaves of a tree, made nearly orthogonal stage by stage and shape by shape."""
-    done: list[Tensor] = []
+def _orthogonal(tree: Tree, options: _Options) -> list[Tensor]:
+    """The leaves of a tree, nearly orthogonal; those of one stage and shape are computed together."""
+    results: list[Tensor] = []
     for stage in stages_here(tree, None).values():
         matrices: list[Tensor] = leaves(stage)
         alike: dict[tuple[torch.device, torch.dtype, torch.Size], list[int]] = {}
         for index, matrix in enumerate(matrices):
             alike.setdefault((matrix.device, matrix.dtype, matrix.shape), []).append(index)
         after = list(matrices)
-        for indices in alike.values():
-            stack = _newton_schulz(torch.stack([matrices[i] for i in indices]), coefficients, steps, eps)
-            for index, matrix in zip(indices, stack.to(matrices[indices[0]].dtype).unbind(), strict=True):
+        for (_, dtype, _), indices in alike.items():
+            stack = torch.stack([matrices[i] for i in indices])
+            stack = _newton_schulz(stack, options.coefficients, options.steps, options.eps)
+            for index, matrix in zip(indices, stack.to(dtype).unbind(), strict=True):
                 after[index] = matrix
-        done += after
-    return done
+        results += after
+    return results
 
 
 def _newton_schulz(stack: Tensor, coefficients: Coefficients, steps: int, eps: float) -> Tensor:
@@ -136,18 +138,19 @@ def _newton_schulz(stack: Tensor, coefficients: Coefficients, steps: int, eps: f
     return x.mT if tall else x
 
 
-def _adjusted(shape: torch.Size, adjust: str | None) -> float:
+def _adjusted(shape: torch.Size, adjust: Adjust) -> float:
     rows, columns = shape
     if adjust == "original":
         return math.sqrt(max(1, rows / columns))
     return 0.2 * math.sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else 1.0
 
 
-def _check(params: Tree) -> None:
+def _checked(params: Params) -> Params:
     named = zip(names(params), leaves(params), strict=True)
     wrong = [f"{name} {tuple(leaf.shape)}" for name, leaf in named if is_floating(leaf) and leaf.ndim != 2]
     if wrong:
         raise TransformError(
-            f"muon takes matrices, and these are none: {', '.join(wrong)}; give them to another transform, "
+            f"muon takes matrices, and these are none: {', '.join(wrong)}; use another transform for them, "
             f"as in partition({{'matrix': muon(...), 'other': adamw(...)}}, labels)"
         )
+    return params

@@ -1,14 +1,14 @@
-"""The norm of all gradients of a model, wherever its stages live, and clipping by it.
+"""The norm of all gradients of a model, over all of its stages, and clipping by it.
 
-Every stage's share is a function of that stage's leaves alone and has a slot of its own on a board, so stages may be
-spread over ranks in any way. A parameter tied across stages counts once. Knows no optimizer.
+Each stage's share of the norm is a function of that stage's leaves alone and has a slot on a board, so stages may be
+placed on ranks in any way. A parameter tied across stages counts once. This module must not know optimizers.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -17,15 +17,16 @@ from ..collectives.group import Group
 from ..errors import TransformError
 from ..tree import Tree, matches, names
 from . import _foreach as F
-from ._base import State, Transform, stateless
-from ._late import LATE, Late
-from ._over import Over, apart, board, board_device, board_part, board_whole, number_of_slots, stages_here
-from ._places import by_kind, places, recording
+from ._base import Params, Speculation, State, Transform, Updates, on_leaves
+from ._over import DOUBLE_DEVICES, Board, Over, Sharded, board_device, own_leaves, shards_of, stages_here
+from ._places import map_kinds, places, recording
+from .scaling import scaled
 
-#: elements that one row of an exact norm takes in; any number would do, as long as it is always the same
+#: Elements in one row of an exact norm; any number would do, as long as it never changes.
 _ROW = 1024
 
-Tied = Sequence[Sequence[str]]
+#: Groups of names of leaves that are one parameter.
+Tied: TypeAlias = Sequence[Sequence[str]]
 
 
 class ClipState(NamedTuple):
@@ -34,164 +35,96 @@ class ClipState(NamedTuple):
     norm: Tensor
 
 
-def global_norm(
-    tree: Tree,
-    *,
-    over: Over | None = None,
-    p: float = 2.0,
-    exact: bool = False,
-    tied: Tied | None = None,
-    shards: Group | None = None,
-) -> Tensor:
-    """The p-norm (``p`` may be ``inf``) of all leaves as one vector, over all stages of ``over``, on every process.
+class Norm(NamedTuple):
+    """Which norm, and over what."""
 
-    ``exact=True`` adds in an order that no number of ranks and no number of threads can change. ``tied`` names leaves
-    that are one parameter (default: those of ``over``); the first of a group counts. ``shards`` is a group whose
-    processes hold parts of the same leaves (default: that of ``over``). With ``zero=`` an exact norm gathers gradients,
-    one stage at a time; parts of other kinds are added last, and how many these are may show in the last bit. Nothing
-    waits for the device.
+    over: Over | None
+    p: float
+    exact: bool
+    copies: frozenset[str]  # names of leaves that a tied leaf already counts for
+    shards: Group | None
 
-    >>> global_norm([torch.tensor([3.0]), {"w": torch.tensor([4.0])}]).item()
-    5.0
-    >>> global_norm([torch.tensor([3.0]), torch.tensor([-4.0])], p=float("inf")).item()
-    4.0
-    """
-    if not p > 0:
-        raise TransformError(f"p={p!r}; a norm needs p > 0, or float('inf')")
-    skip = _copies(tied if tied is not None else over.tied if over is not None else ())
-    device = board_device(tree, over)
-    if shards is None and (shards := getattr(over, "parts", None)) is not None and exact and over is not None:
-        shares = _gathered(tree, over, shards, skip, p, device)
-    else:
-        shares = _all_shares(tree, over, skip, p, exact, device, shards)
-    row = board(shares, number_of_slots(tree, over), device, over)
-    return torch.linalg.vector_norm(row, p)
+    @classmethod
+    def of(cls, over: Over | None, p: float, exact: bool, tied: Tied | None, shards: Group | None) -> Norm:
+        """The norm that the arguments of :func:`global_norm` ask for."""
+        if not p > 0:
+            raise TransformError(f"p={p!r}; a norm needs p > 0, or float('inf')")
+        groups = tied if tied is not None else over.tied if over is not None else ()
+        return cls(over, p, exact, frozenset(name for group in groups for name in tuple(group)[1:]), shards)
 
+    def total(self, tree: Tree) -> Tensor:
+        """The norm of all stages, on every process."""
+        shards = shards_of(self.over) if self.shards is None else self.shards
+        if self.exact and self.shards is None and shards is not None:
+            shares = self._gathered(tree, shards)
+        else:
+            shares = self._all_shares(tree, shards)
+        return torch.linalg.vector_norm(Board.of_stages(tree, self.over).complete(shares), self.p)
 
-def clip_by_global_norm(
-    max_norm: float,
-    *,
-    over: Over | None = None,
-    p: float = 2.0,
-    exact: bool = False,
-    tied: Tied | None = None,
-    shards: Group | None = None,
-) -> Transform:
-    """Scale all gradients of the model down together where their norm is above ``max_norm``.
+    def shares(self, tree: Tree, skip: frozenset[str] = frozenset()) -> dict[int, Tensor]:
+        """The norm of each stage on this process, without the leaves that ``skip`` names."""
+        skip |= self.copies
+        if skip:
+            at = places(tree)
+            tree = at.keep([name not in skip for name in names(tree)])
+        nonempty: list[Tensor] = []
+        ends: dict[int, slice] = {}
+        for stage, part in stages_here(tree, self.over).items():
+            start = len(nonempty)
+            nonempty += [leaf for leaf in places(part).leaves if leaf.numel()]
+            ends[stage] = slice(start, len(nonempty))
+        if self.exact:
+            each = [_by_rows(leaf.reshape(-1), self.p) for leaf in nonempty]
+        else:
+            each = map_kinds(lambda xs: F.norms(xs, self.p), nonempty)
+        device = board_device(tree, self.over)
+        return {stage: self._joined(each[leaves], device) for stage, leaves in ends.items()}
 
-    As ``torch.nn.utils.clip_grad_norm_``: times ``min(1, max_norm / (norm + 1e-6))``. The options are those of
-    :func:`global_norm`; ``state.norm`` is the norm that was met.
-
-    >>> tx = clip_by_global_norm(1.0)
-    >>> grads = [torch.tensor([3.0]), torch.tensor([4.0])]
-    >>> grads, state = tx.update(grads, tx.init(grads))
-    >>> [round(g.item(), 4) for g in grads], state.norm.item()
-    ([0.6, 0.8], 5.0)
-    """
-    if not max_norm > 0:
-        raise TransformError(f"max_norm={max_norm!r}; clipping needs a norm above 0")
-
-    def init(params: Tree) -> State:
-        return ClipState(torch.zeros((), device=board_device(params, over)))
-
-    def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
-        at = places(grads)
-        with recording(at.leaves):
-            norm = global_norm(grads, over=over, p=p, exact=exact, tied=tied, shards=shards)
-            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            # to ask would be to wait on a device, and under torch.func there may be many answers
-            if factor.device.type == "cpu" and not F.differentiated() and factor.item() == 1:
-                return grads, ClipState(norm.detach())
-            return at.tree(scaled(at.leaves, factor)), ClipState(norm.detach())
-
-    def measure(grads: Tree) -> Tensor | None:
+    def _all_shares(self, tree: Tree, shards: Group | None) -> dict[int, Tensor]:
+        """The norm of each stage here over the copies that hold shards of it, or leaves that differ."""
         if shards is not None:
-            return None  # takes two sums, one after the other
-        skip = _copies(tied if tied is not None else over.tied if over is not None else ())
-        device = board_device(grads, over)
-        with torch.no_grad():
-            return board_part(_shares(grads, over, skip, p, exact, device), number_of_slots(grads, over), device)
+            return {stage: self._over_shards(share, shards) for stage, share in self.shares(tree).items()}
+        copies = own_leaves(self.over)
+        if copies is None:
+            return self.shares(tree)
+        group, patterns = copies
+        every, differing = names(tree), frozenset(name for name in names(tree) if matches(name, patterns))
+        alike, others = self.shares(tree, differing), self.shares(tree, frozenset(every) - differing)
+        device = board_device(tree, self.over)
+        return {s: self._joined([alike[s], self._over_shards(others[s], group)], device) for s in alike}
 
-    def judge(total: Tensor, state: State) -> State:
-        norm = torch.linalg.vector_norm(board_whole(total), p)
-        return ClipState(norm) if (max_norm / (norm + 1e-6)).clamp(max=1.0).item() == 1 else None
+    def _gathered(self, tree: Tree, shards: Group) -> dict[int, Tensor]:
+        """The norm of each stage here from whole leaves, gathered for one stage at a time."""
+        over, shares = cast(Sharded, self.over), {}
+        for stage, part in stages_here(tree, over).items():
+            alone = [part if stage == other else None for other in range(over.stages)]
+            whole = over.unshard(alone)
+            pairs = zip(places(alone).leaves, places(whole).leaves, strict=True)
+            cut = any(shard is leaf for shard, leaf in pairs)  # a leaf that differs by copy, or beside a frozen one
+            share = self.shares(alone if cut else whole)[stage]
+            shares[stage] = self._over_shards(share, shards) if cut else share
+        return shares
 
-    LATE[update] = Late(measure, judge, over)
-    return Transform(init, update)
+    def _over_shards(self, share: Tensor, shards: Group) -> Tensor:
+        # in one dtype everywhere: a process without elements of a stage does not know the dtype of its leaves
+        share = share.to(torch.float64 if share.device.type in DOUBLE_DEVICES else torch.float32)
+        if math.isinf(self.p):
+            return shards.all_reduce(share, "max")
+        return shards.all_reduce(share.pow(self.p), "sum").pow(1 / self.p)
 
-
-def clip_by_value(low: float, high: float | None = None) -> Transform:
-    """Every element into ``[low, high]``, or into ``[-x, x]`` where one number is given.
-
-    >>> clip_by_value(1.0).update([torch.tensor([-3.0, 0.5, 2.0])], ())[0]
-    [tensor([-1.0000,  0.5000,  1.0000])]
-    """
-    low, high = (-low, low) if high is None else (low, high)
-    if not low <= high:
-        raise TransformError(f"nothing lies in [{low}, {high}]; give clip_by_value(x) with x >= 0, or (low, high)")
-
-    def update(grads: Tree, params: Tree) -> Tree:
-        at = places(grads)
-        with recording(at.leaves):
-            (clipped,) = by_kind(lambda gs: [F.clamp(gs, low, high)], at.leaves)
-        return at.tree(clipped)
-
-    return stateless(update)
-
-
-def scaled(leaves: list[Tensor], factor: float | Tensor) -> list[Tensor]:
-    """Every leaf times one number or one tensor of no axes, in the leaf's own dtype."""
-
-    def kernel(xs: list[Tensor]) -> list[list[Tensor]]:
-        if isinstance(factor, Tensor) and xs:
-            return [F.mul(xs, factor.to(xs[0].device, xs[0].dtype))]
-        return [F.mul(xs, factor)]
-
-    return by_kind(kernel, leaves)[0]
-
-
-def _copies(tied: Tied) -> frozenset[str]:
-    """Names that another leaf already stands for."""
-    return frozenset(name for group in tied for name in tuple(group)[1:])
-
-
-def _shares(
-    tree: Tree, over: Over | None, skip: frozenset[str], p: float, exact: bool, device: torch.device
-) -> dict[int, Tensor]:
-    """The norm of each stage that lives here."""
-    stages = stages_here(_without(tree, skip) if skip else tree, over)
-    picked: list[Tensor] = []
-    ends: dict[int, tuple[int, int]] = {}
-    for stage, part in stages.items():
-        start = len(picked)
-        picked += [leaf for leaf in places(part).leaves if leaf.numel()]
-        ends[stage] = (start, len(picked))
-    each = _exact(picked, p) if exact else by_kind(lambda xs: [F.norms(xs, p)], picked)[0]
-    return {stage: _joined(each[start:end], p, device) for stage, (start, end) in ends.items()}
-
-
-def _without(tree: Tree, skip: frozenset[str]) -> Tree:
-    at = places(tree)
-    return at.keep([name not in skip for name in names(tree)])
-
-
-def _joined(norms: list[Tensor], p: float, device: torch.device) -> Tensor:
-    """The norm of a whole from the norms of its parts, in their order."""
-    if not norms:
-        return torch.zeros((), device=device)
-    dtype = norms[0].dtype
-    for norm in norms:
-        dtype = torch.promote_types(dtype, norm.dtype)
-    return torch.linalg.vector_norm(torch.stack([norm.to(device, dtype) for norm in norms]), p)
-
-
-def _exact(leaves: list[Tensor], p: float) -> list[Tensor]:
-    """Norms by rows of one length: each is added up by one thread, and the order is that of the elements."""
-    return [_by_rows(leaf.reshape(-1), p) for leaf in leaves]
+    def _joined(self, norms: list[Tensor], device: torch.device) -> Tensor:
+        """The norm of a vector from the norms of its parts, in their order."""
+        if not norms:
+            return torch.zeros((), device=device)
+        dtype = norms[0].dtype
+        for norm in norms:
+            dtype = torch.promote_types(dtype, norm.dtype)
+        return torch.linalg.vector_norm(torch.stack([norm.to(device, dtype) for norm in norms]), self.p)
 
 
 def _by_rows(flat: Tensor, p: float) -> Tensor:
-    dtype = torch.float32 if flat.dtype in (torch.float16, torch.bfloat16) else None
+    """An exact norm: one thread adds up each row of a fixed length, in the order of the elements."""
+    dtype = F.norm_dtype(flat)
     while flat.numel() > _ROW:
         whole = flat.numel() // _ROW * _ROW
         rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), p, dim=1, dtype=dtype)
@@ -202,40 +135,90 @@ def _by_rows(flat: Tensor, p: float) -> Tensor:
     return torch.linalg.vector_norm(flat, p, dtype=dtype)
 
 
-def _over_shards(share: Tensor, p: float, shards: Group) -> Tensor:
-    # in one dtype everywhere: where no element of a stage fell to a process, it does not know the leaves'
-    share = share.to(torch.float64 if share.device.type in ("cpu", "cuda") else torch.float32)
-    if math.isinf(p):
-        return shards.all_reduce(share, "max")
-    return shards.all_reduce(share.pow(p), "sum").pow(1 / p)
+def global_norm(
+    tree: Tree, *,
+    over: Over | None = None, p: float = 2.0, exact: bool = False, tied: Tied | None = None,
+    shards: Group | None = None,
+) -> Tensor:  # fmt: skip
+    """The p-norm of all leaves as one vector, over all stages of a pipeline, on every process; no wait for the device.
+
+    Args:
+        tree: one entry per stage.
+        over: the pipeline; without one the tree is complete.
+        p: the order of the norm, which may be ``inf``.
+        exact: add in an order that does not depend on the number of ranks or threads. With ``zero=`` this gathers
+            gradients, one stage at a time; shards of other kinds are added last, so their number may show in the last
+            bit.
+        tied: groups of names of leaves that are one parameter, of which the first counts; by default those of ``over``.
+        shards: a group whose processes hold shards of the same leaves; by default that of ``over``.
+
+    >>> global_norm([torch.tensor([3.0]), {"w": torch.tensor([4.0])}]).item()
+    5.0
+    >>> global_norm([torch.tensor([3.0]), torch.tensor([-4.0])], p=float("inf")).item()
+    4.0
+    """
+    return Norm.of(over, p, exact, tied, shards).total(tree)
 
 
-def _all_shares(
-    tree: Tree, over: Over | None, skip: frozenset[str], p: float, exact: bool, device: torch.device,
-    shards: Group | None,
-) -> dict[int, Tensor]:  # fmt: skip
-    """The norm of each stage here over those who hold parts of it, or have some of its leaves for themselves."""
-    several = apart(over) if shards is None else None
-    if several is None:
-        shares = _shares(tree, over, skip, p, exact, device)
-        return shares if shards is None else {stage: _over_shards(share, p, shards) for stage, share in shares.items()}
-    group, patterns = several
-    own = frozenset(name for name in names(tree) if matches(name, patterns))
-    alike = _shares(tree, over, skip | own, p, exact, device)
-    others = _shares(tree, over, skip | (frozenset(names(tree)) - own), p, exact, device)
-    return {stage: _joined([alike[stage], _over_shards(others[stage], p, group)], p, device) for stage in alike}
+def clip_by_global_norm(
+    max_norm: float, *,
+    over: Over | None = None, p: float = 2.0, exact: bool = False, tied: Tied | None = None,
+    shards: Group | None = None,
+) -> Transform:  # fmt: skip
+    """Scale all gradients of the model down together if their norm is above ``max_norm``.
+
+    As ``torch.nn.utils.clip_grad_norm_``: times ``min(1, max_norm / (norm + 1e-6))``. ``state.norm`` is the norm before
+    clipping. The options are those of :func:`global_norm`.
+
+    >>> tx = clip_by_global_norm(1.0)
+    >>> grads = [torch.tensor([3.0]), torch.tensor([4.0])]
+    >>> grads, state = tx.update(grads, tx.init(grads))
+    >>> [round(g.item(), 4) for g in grads], state.norm.item()
+    ([0.6, 0.8], 5.0)
+    """
+    if not max_norm > 0:
+        raise TransformError(f"max_norm={max_norm!r}; clipping needs a norm above 0")
+    options = Norm.of(over, p, exact, tied, shards)
+    init = lambda params: ClipState(torch.zeros((), device=board_device(params, over)))
+
+    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
+        at = places(grads)
+        with recording(at.leaves):
+            norm = options.total(grads)
+            factor = _factor(norm, max_norm)
+            # item() would wait for a device, and under torch.func there may be several values
+            if factor.device.type == "cpu" and not F.differentiated() and factor.item() == 1:
+                return grads, ClipState(norm.detach())
+            return at.tree(scaled(at.leaves, factor)), ClipState(norm.detach())
+
+    return Transform(init, update, speculation=_unclipped(options, max_norm))
 
 
-def _gathered(
-    tree: Tree, over: Over, shards: Group, skip: frozenset[str], p: float, device: torch.device
-) -> dict[int, Tensor]:
-    """The norm of each stage here as whole leaves have it, of which one stage's are held at a time."""
-    shares = {}
-    for stage, own in stages_here(tree, over).items():
-        alone = [own if stage == other else None for other in range(over.stages)]
-        whole = over.unshard(alone)  # type: ignore[attr-defined]
-        parts = zip(places(alone).leaves, places(whole).leaves, strict=True)
-        cut = any(part is leaf for part, leaf in parts)  # each copy's own, or beside one that has no gradient
-        share = _shares(alone if cut else whole, over, skip, p, True, device)[stage]
-        shares[stage] = _over_shards(share, p, shards) if cut else share
-    return shares
+def _factor(norm: Tensor, max_norm: float) -> Tensor:
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def _unclipped(options: Norm, max_norm: float) -> Speculation:
+    def measure(grads: Updates) -> Tensor | None:
+        if options.shards is not None:
+            return None  # requires two sums, one after the other
+        with torch.no_grad():
+            return Board.of_stages(grads, options.over).part(options.shares(grads))
+
+    def confirm(total: Tensor, state: State) -> State:
+        norm = torch.linalg.vector_norm(Board.whole(total), options.p)
+        return ClipState(norm) if _factor(norm, max_norm).item() == 1 else None
+
+    return Speculation(measure, confirm, options.over)
+
+
+def clip_by_value(low: float, high: float | None = None) -> Transform:
+    """Every element into ``[low, high]``, or into ``[-x, x]`` if one number is passed.
+
+    >>> clip_by_value(1.0).update([torch.tensor([-3.0, 0.5, 2.0])], ())[0]
+    [tensor([-1.0000,  0.5000,  1.0000])]
+    """
+    low, high = (-low, low) if high is None else (low, high)
+    if not low <= high:
+        raise TransformError(f"nothing lies in [{low}, {high}]; give clip_by_value(x) with x >= 0, or (low, high)")
+    return on_leaves(lambda leaves: map_kinds(lambda gs: F.clamp(gs, low, high), leaves))

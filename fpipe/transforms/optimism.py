@@ -1,37 +1,45 @@
-"""An optimizer step that does not wait to hear whether gradients are clipped or left out: it guesses, and is told.
+"""An optimizer step that assumes that gradients are neither clipped nor left out, and verifies that later.
 
-Every process updates at once as if there were nothing to clip and to skip, and begins one sum over the pipeline that
-will tell. The next step runs meanwhile. Where the guess was wrong, and all processes find so alike, parameters and
-state from before the step are still there, and the step is made again in the plain way. Knows no single transform and
-no schedule.
+Every process updates at once under that assumption and begins one sum over the pipeline that decides. The next step
+runs meanwhile. If the assumption was wrong, which all processes decide alike, parameters and state from before the step
+are still there, and the step is repeated in the ordinary way. This module must not know any single transform or any
+schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..collectives.group import Work
+from ..collectives.group import Done, Work
 from ..errors import TransformError
-from ..tree import Tree
-from ._base import State, Transform, apply_updates
-from ._late import CHAINS, DONATING, LATE, Late
-from ._over import Over, apart
+from ._base import Params, Speculation, State, Transform, Updates, apply_updates
+from ._over import Over, own_leaves, shards_of
+
+V = TypeVar("V")
 
 
-class _Asked(NamedTuple):
-    """A transform that waits for its answer."""
+class _Pending(NamedTuple):
+    """A transform whose speculation is not confirmed yet."""
 
-    late: Late
+    speculation: Speculation
     state: State
-    part: Tensor  # this process's
+    part: Tensor  # this process's summand
+
+
+class _Guess(NamedTuple):
+    """Updates under the assumption, and how the state follows from the states of the pending transforms."""
+
+    updates: Updates
+    pending: list[_Pending]
+    rebuild: Callable[[Iterator[State]], State]
 
 
 class Step:
-    """An optimizer step whose guess has not been settled: ``params`` can be used at once.
+    """An optimizer step whose assumption may not be settled: ``params`` can be used at once.
 
     >>> from fpipe.transforms import sgd
     >>> opt = optimistic(sgd(1.0))
@@ -40,72 +48,65 @@ class Step:
     ([tensor([0.])], True)
     """
 
-    def __init__(self, params: Tree, again: Callable[[], tuple[Tree, State]], asked: list[_Asked],
-                 state: Callable[[list[Any]], State], work: Work | None):  # fmt: skip
+    def __init__(
+        self, params: Params, state: State = None, settle: Callable[[], tuple[bool, Params, State]] | None = None
+    ):
         self.params = params
-        self._again, self._asked, self._make, self._work = again, asked, state, work
-        self._state: State = None
-        self._right: bool | None = None
+        self._state, self._settle, self._right = state, settle, True
 
     def settle(self) -> bool:
-        """Wait for the answer; whether the guess was right. If not, ``params`` are others now. The same everywhere."""
-        if self._right is None:
-            totals: list[Tensor] = []
-            if self._work is not None:
-                (total,) = self._work.wait()
-                totals = list(total.split([asked.part.numel() for asked in self._asked]))
-            after = [a.late.judge(t.view(a.part.shape), a.state) for a, t in zip(self._asked, totals, strict=True)]
-            self._right = all(state is not None for state in after)
-            if self._right:
-                self._state = self._make(after)
-            else:
-                self.params, self._state = self._again()
-            self._again, self._asked, self._make, self._work = _nothing, [], _nothing, None
+        """Wait for the sum; whether the assumption was right, on all processes alike.
+
+        If not, the step is repeated: ``params`` change.
+        """
+        if self._settle is not None:
+            self._right, self.params, self._state = self._settle()
+            self._settle = None  # frees the parameters and gradients from before the step
         return self._right
 
     @property
     def state(self) -> State:
-        """The optimizer's state after the step; waits for the answer."""
+        """The optimizer's state after the step; waits for the sum."""
         self.settle()
         return self._state
 
 
-def _nothing(*_: Any) -> Any:
-    """What is left of a settled step."""
+class Optimistic(NamedTuple):
+    """Optimizer steps without a barrier; the result of :func:`optimistic`."""
 
+    tx: Transform
+    over: Over | None = None
 
-class Optimistic:
-    """What :func:`optimistic` makes."""
-
-    def __init__(self, tx: Transform, over: Over | None):
-        self.tx, self.over = tx, over
-
-    def init(self, params: Tree) -> State:
-        """The transform's own state."""
+    def init(self, params: Params) -> State:
+        """The transform's state."""
         return self.tx.init(params)
 
-    def update(self, grads: Tree, state: State, params: Tree) -> Step:
-        """Update by the guess, and begin to ask."""
-        asked: list[_Asked] = []
-        updates, make = _guess(self.tx, grads, state, params, asked, self.over)
-        work = None
-        if asked:
-            memory = torch.cat([one.part.reshape(-1) for one in asked])
-            work = _Kept(memory) if self.over is None else self.over.group.start_reduce(memory)
+    def update(self, grads: Updates, state: State, params: Params) -> Step:
+        """Update under the assumption, and begin to verify it."""
+        tx, over = self
+        guess = _guess(tx, grads, state, params, over)
+        after, work = apply_updates(params, guess.updates), None
+        if guess.pending:
+            parts = torch.cat([each.part.reshape(-1) for each in guess.pending])
+            work = Done((parts,)) if over is None else over.group.start_reduce(parts)
 
-        def again() -> tuple[Tree, State]:
-            updates, after = self.tx.update(grads, state, params)
-            return apply_updates(params, updates), after
+        def settle() -> tuple[bool, Params, State]:
+            states = [] if work is None else _confirm(guess.pending, work)
+            if all(each is not None for each in states):
+                return True, after, guess.rebuild(iter(states))
+            updates, other = tx.update(grads, state, params)
+            return False, apply_updates(params, updates), other
 
-        return Step(apply_updates(params, updates), again, asked, make, work)
+        return Step(after, settle=settle)
 
-    def first(self, params: Tree, state: State = None) -> Step:
-        """A step that is settled: where a loop begins."""
-        state = self.init(params) if state is None else state
-        return Step(params, _nothing, [], lambda _: state, None)
+    def first(self, params: Params, state: State = None) -> Step:
+        """A settled step, from which a loop starts; ``state`` is that of a checkpoint, by default a new one."""
+        return Step(params, self.init(params) if state is None else state)
 
-    def step(self, value_and_grad: Callable[..., tuple[Any, Tree]], last: Step, *batch: Any, **side: Any) -> Any:
-        """One training step, ``(value, step)``: gradients by the last step's guess, and again if that was wrong."""
+    def step(
+        self, value_and_grad: Callable[..., tuple[V, Updates]], last: Step, *batch: Any, **side: Any
+    ) -> tuple[V, Step]:
+        """One training step, ``(value, step)``: gradients at ``last.params``, again if those turn out to be wrong."""
         value, grads = value_and_grad(last.params, *batch, **side)
         if not last.settle():
             value, grads = value_and_grad(last.params, *batch, **side)
@@ -115,11 +116,17 @@ class Optimistic:
 def optimistic(tx: Transform, over: Over | None = None) -> Optimistic:
     """Make optimizer steps without the barrier of a global norm or of a check for infinities.
 
-    ``clip_by_global_norm`` and ``skip_nonfinite`` in the chain (made with the same ``over``) are guessed to have
-    nothing to do; whatever else asks the other processes is waited for as ever, and so are norms over copies of the
-    pipeline (``zero=``, ``own=``).
-    Results have the bits of the plain step. A wrong guess costs the step that began with it; until a guess is settled,
-    parameters, state and gradients from before it are held, so ``donate=True`` is refused.
+    ``clip_by_global_norm`` and ``skip_nonfinite`` in the chain, with the same ``over``, are assumed to change nothing.
+    Other transforms that reduce over processes are waited for as usual, and so are norms over copies of the pipeline
+    (``zero=``, ``own=``). Results have the bits of the ordinary step. A wrong assumption costs the step that began
+    with it. Until a step is settled, parameters, state and gradients from before it are held.
+
+    Args:
+        tx: the transform, usually a chain.
+        over: the pipeline, the same as in the transforms.
+
+    Raises:
+        TransformError: if a part of the transform has ``donate=True``.
 
     >>> from fpipe.transforms import chain, clip_by_global_norm, sgd
     >>> opt = optimistic(chain(clip_by_global_norm(1.0), sgd(1.0)))
@@ -130,58 +137,56 @@ def optimistic(tx: Transform, over: Over | None = None) -> Optimistic:
     >>> step.settle(), [round(p.item(), 4) for p in step.params]
     (True, [-1.75])
     """
-    if tx.update in DONATING:
+    if tx.donates:
         raise TransformError(
-            "a transform with donate=True writes over the state that a wrong guess goes back to; leave donate=True out "
-            "of what optimistic() is given"
+            "a transform with donate=True overwrites the state from which a step is repeated; leave donate=True out "
+            "of the transform passed to optimistic()"
         )
     return Optimistic(tx, over)
 
 
-class _Kept(NamedTuple):
-    """A sum over one process."""
-
-    memory: Tensor
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> tuple[Tensor, ...]:
-        return (self.memory,)
+def _confirm(pending: list[_Pending], work: Work) -> list[State]:
+    """The states after the step, by the sum for which this waits; None for a wrong assumption."""
+    (total,) = work.wait()
+    sums = total.split([each.part.numel() for each in pending])
+    return [
+        each.speculation.confirm(part.view(each.part.shape), each.state)
+        for each, part in zip(pending, sums, strict=True)
+    ]
 
 
-def _guess(
-    tx: Transform, grads: Tree, state: State, params: Tree, asked: list[_Asked], over: Over | None
-) -> tuple[Tree, Callable[[list[Any]], State]]:
-    """Updates by the guess, and a function from the asked transforms' states to the whole one."""
-    parts = CHAINS.get(tx.update)
-    if parts is not None and len(parts) == len(state):
-        makers = []
-        for part, own in zip(parts, state, strict=True):
-            if grads is None:
-                makers.append(lambda _, own=own: own)
-            else:
-                grads, make = _guess(part, grads, own, params, asked, over)
-                makers.append(make)
-        return grads, lambda after: tuple(make(after) for make in makers)
-    several = getattr(over, "parts", None) is not None or apart(over) is not None  # several sums, one after another
-    late = None if several else LATE.get(tx.update)
-    if late is not None and late.over is not over:
-        _same_pipeline(late, over)
-        late = None
-    part = None if late is None else late.measure(grads)
-    if late is not None and part is not None:
-        place = len(asked)
-        asked.append(_Asked(late, state, part))
-        return grads, lambda after: after[place]
+def _guess(tx: Transform, grads: Updates, state: State, params: Params, over: Over | None) -> _Guess:
+    if tx.parts and len(tx.parts) == len(state):
+        return _guess_chain(tx, grads, state, params, over)
+    part = _speculated(tx.speculation, grads, over)
+    if tx.speculation is not None and part is not None:
+        return _Guess(grads, [_Pending(tx.speculation, state, part)], next)
     updates, after = tx.update(grads, state, params)
-    return updates, lambda _: after
+    return _Guess(updates, [], lambda _: after)
 
 
-def _same_pipeline(late: Late, over: Over | None) -> None:
-    """A transform that asks nobody is no matter; one that asks others than the guess does is a mistake."""
-    if late.over is not None:
+def _guess_chain(tx: Transform, grads: Updates, state: State, params: Params, over: Over | None) -> _Guess:
+    pending: list[_Pending] = []
+    rebuild: list[Callable[[Iterator[State]], State]] = []
+    for part, part_state in zip(tx.parts, state, strict=True):
+        guess = _Guess(None, [], lambda _, unchanged=part_state: unchanged)
+        if grads is not None:
+            guess = _guess(part, grads, part_state, params, over)
+        grads = guess.updates
+        pending += guess.pending
+        rebuild.append(guess.rebuild)
+    return _Guess(grads, pending, lambda states: tuple(each(states) for each in rebuild))
+
+
+def _speculated(speculation: Speculation | None, grads: Updates, over: Over | None) -> Tensor | None:
+    """This process's summand; None where the transform has to run."""
+    if speculation is None or shards_of(over) is not None or own_leaves(over) is not None:
+        return None  # over copies a norm is several sums, one after another
+    if speculation.over is over:
+        return speculation.measure(grads)
+    if speculation.over is not None:
         raise TransformError(
-            f"a transform was made with over={late.over!r} and optimistic() with over={over!r}; "
+            f"a transform was made with over={speculation.over!r} and optimistic() with over={over!r}; "
             "give both the same pipeline, as in optimistic(tx, over=pipe)"
         )
+    return None

@@ -2,7 +2,7 @@
 
     update = −lr · (sign(β₁ m + (1 − β₁) g) + decay · p)      m ← β₂ m + (1 − β₂) g
 
-Knows no ranks.
+This module must not know ranks.
 """
 
 from __future__ import annotations
@@ -13,35 +13,33 @@ import torch
 from torch import Tensor
 
 from ..errors import TransformError
-from ..tree import Tree
 from . import _foreach as F
-from ._base import State, Transform
-from ._labels import Mask, flags
-from ._late import donating
-from ._places import Column, by_kind, count, places, recording, zeros
-from .scaling import Rate, decay, rate_at, weights_of
+from ._base import Transform, Updates
+from ._masks import Mask
+from ._optimizer import Rate, Step, decay, optimizer
+from ._places import Column, by_kind
 
 
 class LionState(NamedTuple):
-    """``step``: steps made; ``m``: the moving average of the gradients."""
+    """``step``: number of steps; ``m``: the moving average of the gradients."""
 
     step: Tensor
-    m: Tree
+    m: Updates
 
 
 def lion(
-    lr: Rate,
-    betas: tuple[float, float] = (0.9, 0.99),
-    weight_decay: float = 1e-3,
-    *,
-    mask: Mask | None = None,
-    dtype: torch.dtype | None = None,
-    donate: bool = False,
-) -> Transform:
-    """Lion, with optax's defaults; ``lr`` is a number or a function of the step, which counts from 0.
+    lr: Rate, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 1e-3, *,
+    mask: Mask | None = None, dtype: torch.dtype | None = None, donate: bool = False,
+) -> Transform:  # fmt: skip
+    """Lion, with optax's defaults.
 
-    ``mask`` says which leaves decay. ``dtype`` is that of the state and of the updates (default: the parameter's).
-    ``donate=True`` writes the new state into the memory of the old one.
+    Args:
+        lr: a number, or a function of the step, which counts from 0.
+        betas: of the average whose sign is the update, and of the moving average.
+        weight_decay: decoupled, times the learning rate.
+        mask: which leaves decay (see :func:`weight_decay`).
+        dtype: that of the state and of the updates; by default the parameter's.
+        donate: write the new state into the memory of the old one, which must not be used again.
 
     >>> tx = lion(0.1, weight_decay=0.0)
     >>> tx.update([torch.tensor([3.0, -0.2])], tx.init([torch.zeros(2)]))[0]
@@ -50,25 +48,13 @@ def lion(
     if not all(0 <= beta < 1 for beta in betas) or weight_decay < 0:
         raise TransformError(f"betas={betas}, weight_decay={weight_decay}; lion needs betas in [0, 1) and decay >= 0")
 
-    def init(params: Tree) -> State:
-        return LionState(count(), zeros(params, dtype))
-
-    def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
-        at = places(grads)
-        ms = at.of(state.m, "the state")
-        weights: Column = weights_of(at, params, "lion with weight decay") if weight_decay else [None] * len(ms)
-        on = flags(at, mask, params) if weight_decay else [False] * len(ms)
-        rate = rate_at(lr, state.step)
-
+    def arithmetic(step: Step, ms: Column) -> list[Column]:
         def kernel(ms: Column, gs: Column, ps: Column, on: Column) -> tuple[Column, Column]:
             gs = F.cast_like(gs, ms)
-            us = F.mul(F.sign(F.lerp(ms, gs, 1 - betas[0])), -rate, own=True)
-            us = decay(us, ps, on, -rate * weight_decay, own=True) if any(on) else us
-            return us, F.lerp(ms, gs, 1 - betas[1], own=donate)
+            us = F.mul(F.sign(F.lerp(ms, gs, 1 - betas[0])), -step.rate, inplace=True)
+            us = decay(us, ps, on, -step.rate * weight_decay, inplace=True) if any(on) else us
+            return us, F.lerp(ms, gs, 1 - betas[1], inplace=donate)
 
-        with recording(at.leaves):
-            us, ms = by_kind(kernel, ms, at.leaves, weights, on)
-        return at.tree(us), LionState(state.step + 1, at.tree(ms, base=state.m))
+        return by_kind(kernel, ms, step.grads, step.params, step.decays)
 
-    donating(update, donate=donate)
-    return Transform(init, update)
+    return optimizer("lion", LionState, arithmetic, lr, decay=weight_decay, mask=mask, dtype=dtype, donate=donate)

@@ -1,6 +1,6 @@
-"""Any torch optimizer as a transform: its step is made on copies, and what it did to them is the update.
+"""Any torch optimizer as a transform: it steps on copies of the parameters, and their difference is the update.
 
-Knows nothing of what the optimizer does, only that it keeps what it remembers by parameter.
+This module must not know what an optimizer does, only that its state is a dict per parameter.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import Tensor
 from ..errors import TransformError
 from ..tree import Tree, is_floating, tree_map
 from . import _foreach as F
-from ._base import State, Transform
-from ._places import by_kind, places
-from .scaling import weights_of
+from ._base import Params, State, Transform, Updates
+from ._optimizer import weights_of
+from ._places import map_kinds, places
 
 
 class TorchState(NamedTuple):
-    """``memory``: where the parameters have a leaf, the dict of what the optimizer keeps of it."""
+    """``memory``: for each leaf of the parameters the dict that the optimizer keeps for it."""
 
     memory: Tree
 
@@ -27,8 +27,12 @@ class TorchState(NamedTuple):
 def from_torch(optimizer: type[torch.optim.Optimizer], **options: Any) -> Transform:
     """A transform from a torch optimizer class and its options.
 
-    Every leaf is in one parameter group; use :func:`partition` for several. The class must need no closure and keep
-    its state by parameter, as all of torch's but LBFGS do. Costs a copy of parameters and state at each step.
+    Every leaf is in one parameter group; use :func:`partition` for several. A step costs a copy of parameters and
+    state.
+
+    Args:
+        optimizer: a class that needs no closure and keeps its state by parameter, as all of torch's but LBFGS do.
+        options: for its constructor.
 
     >>> tx = from_torch(torch.optim.SGD, lr=0.5)
     >>> params = [torch.ones(1), None]
@@ -42,31 +46,36 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **options: Any) -> Transf
     if issubclass(optimizer, torch.optim.LBFGS):
         raise TransformError("LBFGS calls the loss again within a step; from_torch takes optimizers without a closure")
 
-    def init(params: Tree) -> State:
+    def init(params: Params) -> State:
         return TorchState(tree_map(lambda leaf: {} if is_floating(leaf) else None, params))
 
-    def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
+    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
         at = places(grads)
         if not at.leaves:
             return grads, state
         before = [leaf.detach() for leaf in weights_of(at, params, "from_torch")]
         memories = at.of(state.memory, "the state")
         with torch.no_grad():
-            after = by_kind(lambda ps: [F.copies(ps)], before)[0]
-        for leaf, gradient in zip(after, at.leaves, strict=True):
-            leaf.grad = gradient.detach().to(leaf.dtype)
-        made = optimizer(after, **options)
-        for leaf, memory in zip(after, memories, strict=True):
-            if memory:
-                made.state[leaf] = {key: _copied(value) for key, value in memory.items()}
-        made.step()
+            after = map_kinds(F.copies, before)
+        memories = _step(optimizer, options, after, at.leaves, memories)
         with torch.no_grad():
-            updates = by_kind(lambda xs, ps: [F.add(xs, ps, -1, own=True)], [leaf.data for leaf in after], before)[0]
-        kept = [dict(made.state.get(leaf, {})) for leaf in after]
-        return at.tree(updates), TorchState(at.tree(kept, base=state.memory))
+            values = [leaf.data for leaf in after]
+            updates = map_kinds(lambda xs, ps: F.add(xs, ps, -1, inplace=True), values, before)
+        return at.tree(updates), TorchState(at.tree(memories, base=state.memory))
 
     return Transform(init, update)
 
 
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+def _step(
+    optimizer: type[torch.optim.Optimizer], options: dict[str, Any], params: list[Tensor], grads: list[Tensor],
+    memories: list[dict[str, Any]],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """One step, which changes ``params``; what the optimizer keeps for each of them."""
+    for leaf, gradient in zip(params, grads, strict=True):
+        leaf.grad = gradient.detach().to(leaf.dtype)
+    instance = optimizer(params, **options)
+    for leaf, memory in zip(params, memories, strict=True):
+        if memory:
+            instance.state[leaf] = {key: v.clone() if isinstance(v, Tensor) else v for key, v in memory.items()}
+    instance.step()
+    return [dict(instance.state.get(leaf, {})) for leaf in params]

@@ -1,0 +1,105 @@
+"""What all optimizers with moving averages share: their state, learning rate, weight decay and dtypes.
+
+An optimizer is its arithmetic, ``arithmetic(step, *moments) -> (updates, *moments)``, on columns of leaves. This
+module must not know which optimizer, nor ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..errors import TransformError
+from . import _foreach as F
+from ._base import Params, State, Transform, Updates
+from ._masks import Mask, flags
+from ._places import Column, Places, count, places, recording, zeros
+
+#: A number, or a function of the number of steps before this one.
+Rate: TypeAlias = float | Callable[[int], float]
+
+
+def rate_at(rate: Rate, steps: Tensor) -> float:
+    """The value of a rate at a step.
+
+    >>> rate_at(0.5, torch.tensor(7)), rate_at(lambda step: 0.1 * step, torch.tensor(2))
+    (0.5, 0.2)
+    """
+    return float(rate(int(steps.item()))) if callable(rate) else rate
+
+
+class Step(NamedTuple):
+    """One step of an optimizer: what its arithmetic reads besides the moments."""
+
+    number: Tensor  # from 1
+    rate: float
+    at: Places
+    grads: Column
+    params: Column  # of None where nothing decays
+    decays: list[bool]  # by leaf
+
+
+def optimizer(
+    name: str, state_type: Callable[..., State], arithmetic: Callable[..., Sequence[Column]], lr: Rate, *,
+    moments: int = 1, decay: float = 0.0, mask: Mask | None = None, dtype: torch.dtype | None = None,
+    donate: bool = False,
+) -> Transform:  # fmt: skip
+    """A transform from the arithmetic of an optimizer.
+
+    Args:
+        name: of the optimizer, for messages.
+        state_type: makes a state of the number of steps and a tree per moment.
+        arithmetic: from a :class:`Step` and a column per moment to the updates and the new moments.
+        lr: the learning rate.
+        moments: how many trees the state has.
+        decay: the weight decay; the arithmetic applies it, and this function passes the parameters if it is not 0.
+        mask: which leaves decay; all of them by default.
+        dtype: that of the moments; by default the parameters'.
+        donate: whether the arithmetic writes the new moments into the memory of the old ones.
+    """
+
+    def init(params: Params) -> State:
+        return state_type(count(), *(zeros(params, dtype) for _ in range(moments)))
+
+    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
+        at = places(grads)
+        trees = state[1 : 1 + moments]
+        columns = [at.of(tree, "the state") for tree in trees]
+        weights, decays = [None] * len(at.leaves), [False] * len(at.leaves)
+        if decay:
+            weights, decays = weights_of(at, params, f"{name} with weight decay"), flags(at, mask, params)
+        step = Step(state.step + 1, rate_at(lr, state.step), at, at.leaves, weights, decays)
+        with recording(at.leaves):
+            us, *columns = arithmetic(step, *columns)
+        after = (at.tree(column, base=tree) for column, tree in zip(columns, trees, strict=True))
+        return at.tree(us), state_type(step.number, *after)
+
+    return Transform(init, update, donates=donate)
+
+
+def weights_of(at: Places, params: Params, who: str) -> Column:
+    """The parameters at the places of the gradients, for a transform that requires them."""
+    if params is None:
+        raise TransformError(f"{who} needs the parameters; call tx.update(grads, state, params)")
+    return at.of(params, "params")
+
+
+def decay(xs: Column, params: Column, on: Sequence[bool], rate: float, *, inplace: bool = False) -> Column:
+    """``x + rate * param`` where a flag is on, and x itself elsewhere."""
+    if all(on):
+        return F.add(xs, params, rate, inplace=inplace)
+    sums = iter(F.add(_where(xs, on), _where(params, on), rate, inplace=inplace))
+    return [next(sums) if flag else x for x, flag in zip(xs, on, strict=True)]
+
+
+def decayed(params: Column, on: Sequence[bool], rate: float, others: Column) -> Column:
+    """``rate * param`` where a flag is on, and zeros elsewhere, in the dtype of the others."""
+    products = iter(F.mul(F.cast(_where(params, on), others[0].dtype), rate))
+    return [next(products) if flag else torch.zeros_like(x) for x, flag in zip(others, on, strict=True)]
+
+
+def _where(column: Column, on: Sequence[bool]) -> Column:
+    return [x for x, flag in zip(column, on, strict=True) if flag]
