@@ -45,7 +45,7 @@ def test_draw_starts_without_torch_or_numpy():
     code = (
         "import sys; from fpipe.command.cli import main;"
         "status = main(['draw', 'ZBV', '--ranks', '4', '--microbatches', '8']);"
-        "heavy = {'torch', 'numpy', 'rich', 'matplotlib', 'optree'} & set(sys.modules);"
+        "heavy = {'torch', 'numpy', 'rich', 'PIL', 'optree'} & set(sys.modules);"
         "sys.exit(repr(heavy) if heavy else status)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

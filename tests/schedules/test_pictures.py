@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import struct
-import zlib
+import sys
+from io import BytesIO
 from itertools import combinations
 from math import dist
 from pathlib import Path
@@ -13,15 +13,17 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 import pytest
+from PIL import Image, ImageFont
 
 from fpipe.errors import FpipeError
 from fpipe.generators import make_schedule
 from fpipe.schedules import pictures
 from fpipe.schedules.actions import Action, AnyAction, Fused
 from fpipe.schedules.costs import Costs
-from fpipe.schedules.pictures import _font, colours, png, terminal
+from fpipe.schedules.pictures import colours, png, terminal
 from fpipe.schedules.pictures import page as layout
 from fpipe.schedules.pictures.scene import _steps, scenes
+from fpipe.schedules.pictures.text_width import text_width
 from fpipe.schedules.timeline import Timeline
 
 NAMES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBV", "DualPipeV", "DualPipe", "ZBH2")
@@ -296,18 +298,10 @@ def test_svg_escapes_names(tmp_path: Path):
 # ---- png ------------------------------------------------------------------------------------------------------------
 def pixels(data: bytes) -> tuple[int, int, list[bytes]]:
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    at, packed, size = 8, b"", (0, 0)
-    while at < len(data):
-        (length,) = struct.unpack(">I", data[at : at + 4])
-        kind, body = data[at + 4 : at + 8], data[at + 8 : at + 8 + length]
-        assert zlib.crc32(kind + body) == struct.unpack(">I", data[at + 8 + length : at + 12 + length])[0]
-        if kind == b"IHDR":
-            size = struct.unpack(">II", body[:8])
-        packed += body if kind == b"IDAT" else b""
-        at += 12 + length
-    raw, line = zlib.decompress(packed), 3 * size[0] + 1
-    assert len(raw) == line * size[1]
-    return size[0], size[1], [raw[k * line + 1 : (k + 1) * line] for k in range(size[1])]
+    image = Image.open(BytesIO(data))
+    assert image.mode == "RGB"
+    raw, line = image.tobytes(), 3 * image.width
+    return image.width, image.height, [raw[k * line : (k + 1) * line] for k in range(image.height)]
 
 
 def test_png_shows_what_the_layout_says(tmp_path: Path):
@@ -325,14 +319,39 @@ def test_png_shows_what_the_layout_says(tmp_path: Path):
     assert colours.rgb(colours.INK) in inks  # and there are letters
 
 
-def test_every_glyph_has_ink_and_the_unknown_one_a_box():
-    for char in _font.GLYPHS:
-        drawn = _font.glyph(char, 22.0)
-        assert (max((max(row) for row in drawn.rows), default=0) > 200) == (char != " "), char
-        assert drawn.advance == pytest.approx(_font.width(char, 22.0))
-    assert _font.glyph("\N{SNOWMAN}", 22.0).rows == _font.glyph("\N{HOURGLASS}", 22.0).rows
-    shapes = [_font.glyph(char, 30.0).rows for char in _font.GLYPHS]
-    assert len(set(shapes)) == len(shapes)
+def test_letters_are_as_wide_as_the_layout_takes_them_to_be():
+    font = ImageFont.load_default(100)
+    for label in ("3F2", "12F123", "F7", "23W117", "7I0", "2B5", "48", "bubble 12.5%, peak 4", "4 ranks"):
+        assert 0.9 < font.getlength(label) / text_width(label, 100) < 1.05, label
+    assert text_width("\N{SNOWMAN}", 22.0) == text_width("\N{HOURGLASS}", 22.0) > 0
+
+
+def test_labels_stay_within_their_bars(tmp_path: Path):
+    """Letters are drawn over their own rectangle alone: beside it the page keeps its colours."""
+    page = layout.page(scenes(timeline("1F1B", 3, 12)))
+    plain = page._replace(shapes=[shape for shape in page.shapes if isinstance(shape, layout.Rect)])
+    bars = [shape for shape in plain.shapes if shape.hint]
+    named = [shape for shape in page.shapes if isinstance(shape, layout.Rect) or re.fullmatch(r"\d[FB]\d+", shape.text)]
+    one, two = (pixels(png.write(page._replace(shapes=shapes), 2)) for shapes in (plain.shapes, named))
+    inside = {(x, y) for bar in bars for x in _across(bar.x, bar.width) for y in _across(bar.y, bar.height)}
+    changed = {(x, y) for y in range(one[1]) for x in range(one[0]) if _at(one, x, y) != _at(two, x, y)}
+    assert len(bars) * 20 < len(changed)
+    assert changed <= inside
+
+
+def _across(start: float, length: float) -> range:
+    return range(round(2 * start), round(2 * (start + length)))
+
+
+def _at(image: tuple[int, int, list[bytes]], x: int, y: int) -> bytes:
+    return image[2][y][3 * x : 3 * x + 3]
+
+
+def test_without_pillow_a_png_is_refused_and_the_extra_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(FpipeError, match=r"a \.png needs Pillow; pip install 'fpipe\[pictures\]', or write \.svg"):
+        pictures.save(timeline(), tmp_path / "a.png")
+    assert not (tmp_path / "a.png").exists()
 
 
 def test_letters_beyond_the_page_are_cut():

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from . import labels
-from ._font import width
 from .colours import fill, ink, rgb
 from .scene import Lane, Scene
+from .text_width import text_width
 
 VIEWER = Path(__file__).parent / "viewer"
 SCRIPTS = ("data.js", "paint.js", "view.js")
@@ -88,7 +88,7 @@ def _colour(op: str, shade: int, shades: int) -> dict[str, Any]:
 
 def _em(names: Iterable[str]) -> float:
     """The width of the widest name in units of the letters' size, about what a browser's typeface makes of it."""
-    return round(1.1 * max(width(name, 1.0) for name in names), 3)
+    return round(1.1 * max(text_width(name, 1.0) for name in names), 3)
 
 
 def _lane(lane: Lane, places: int) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from math import ceil
 from typing import NamedTuple, TypeAlias
 
 from . import labels
-from ._font import width
 from .colours import FAINT, IDLE, INK, LINE, fill, ink, mix
 from .scene import Bar, Lane, Scene, name
+from .text_width import text_width
 
 EDGE, GAP = 24, 4  # around the page, between lanes
 LANE = {8: 26, 32: 20, 10**9: 14}  # lane height up to so many ranks
@@ -112,7 +112,7 @@ def _frame(scenes: Sequence[Scene]) -> _Frame:
 def _label_size(scenes: Sequence[Scene], room: float) -> tuple[int, float]:
     """The fullest names that fit into a short bar, and their size."""
     for detail in (3, 2, 1):
-        longest = max(width(text, 1.0) for scene in scenes for text in scene.short_names(detail))
+        longest = max(text_width(text, 1.0) for scene in scenes for text in scene.short_names(detail))
         size = (room - 3) / max(longest, 0.5)
         if size >= (9.5 if detail > 1 else 7.5):
             return detail, min(size, 12.0)
@@ -147,7 +147,7 @@ def _lane(lane: Lane, scene: Scene, frame: _Frame, y: float) -> Iterator[Shape]:
             yield Rect(x + inset, top, long - 2 * inset, height, ground, hint)
             label = name(part, frame.detail)
             size = min(frame.size, height - 2)
-            if label and size >= 6.5 and width(label, size) <= long:
+            if label and size >= 6.5 and text_width(label, size) <= long:
                 yield Text(x + long / 2, top + height / 2 + 0.36 * size, label, size, ink(ground), "middle")
 
 
