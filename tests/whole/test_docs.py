@@ -149,3 +149,15 @@ def test_formulas_agree_with_the_simulator(hooks: ModuleType, p: int, m: int):
         if facts.formula:
             made = fpipe.make_schedule(name, p, m)
             assert made.simulate(hooks.per_share(fpipe.Costs(), made)).total == pytest.approx(facts.formula(p, m)), name
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_files_and_tables_that_a_page_names_exist(page: Path):
+    """Paths in backquotes start at the root of the repository or of the package; tables are in the files named."""
+    text = page.read_text(encoding="utf-8")
+    paths = {name: [root / name for root in (ROOT, ROOT / "fpipe") if (root / name).exists()] for name in
+             re.findall(r"`([\w./]+(?:\.py|\.md|/))`", text)}  # fmt: skip
+    assert [name for name, files in paths.items() if not files] == []
+    code = "\n".join(file.read_text(encoding="utf-8") for files in paths.values() for file in files if file.is_file())
+    tables = re.findall(r"table `([A-Z_]+)`|`([A-Z_]+)` in\s+`", text)
+    assert [name for pair in tables for name in pair if name not in code] == []
