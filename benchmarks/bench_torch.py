@@ -29,7 +29,7 @@ import fpipe
 from benchmarks.command import options, save
 from benchmarks.measure import begin
 from benchmarks.stages import square
-from fpipe.collectives.shared_memory.nearby import SWITCH
+from fpipe.collectives.shared_memory import SWITCH
 
 SCHEDULES = {
     "GPipe": ("ScheduleGPipe", 1),

@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ import torch
 import fpipe
 from benchmarks.stages import residual, square
 from fpipe.collectives.c10d import C10dGroup
-from fpipe.collectives.shared_memory.nearby import SWITCH
+from fpipe.collectives.shared_memory import SWITCH
 from fpipe.command.outcome import environment, store
 from fpipe.running.loop import WATCH
 
@@ -84,8 +83,7 @@ def rank_main(folder: str, point: Point, timeout: float, env: dict[str, str]) ->
 def _shorten(group: C10dGroup, timeout: float) -> None:
     """The time-out that is on trial, now that all have met."""
     group.barrier()
-    group.timeout = group._watch.timeout = group._meeting._timeout = timeout
-    group._limit = timedelta(seconds=timeout)
+    group._monitor.timeout = timeout
 
 
 def _fated(steps: Sequence[Any], point: Point, folder: str) -> list[Any]:

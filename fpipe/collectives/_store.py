@@ -1,4 +1,4 @@
-"""The key-value store of torch.distributed, as far as fpipe uses it; the one file that reaches into its privates."""
+"""The key-value store of torch.distributed, and the only uses of its private names in this package."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Store: TypeAlias = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # th
 
 
 def default_store() -> Store:
-    """The store that the default process group met in."""
+    """The store of the default process group."""
     return _get_default_store()
 
 
 def of_group(pg: dist.ProcessGroup, purpose: str) -> Store:
-    """A corner of the default store for one process group: the same for its ranks, another for every other group.
+    """A prefix of the default store: the same for all ranks of a process group, different for every other group.
 
-    Each rank counts how often it came here with these ranks. The count is kept in the store, and so is right also for
-    a process that was started anew beside an old store.
+    It contains how often this rank asked for a group of these ranks. The store holds that count, so it is right also
+    for a process that was restarted while the store kept running.
     """
     store = default_store()
     name = f"fpipe/{purpose}/{'-'.join(map(str, dist.get_process_group_ranks(pg)))}"
@@ -34,46 +34,47 @@ def of_group(pg: dist.ProcessGroup, purpose: str) -> Store:
     return prefixed(f"{name}/{nth}", store)
 
 
-def own(store: Store, patience: timedelta) -> Store:
-    """A connection of its own to the same store, where that can be had, with a time-out of its own."""
+def connection(store: Store, timeout: timedelta) -> Store:
+    """A separate connection to the same store with a separate time-out; the store itself if it has no connections."""
     clone = getattr(store, "clone", None)
     try:
         store = store if clone is None else clone()
-        store.set_timeout(patience)
-    except (RuntimeError, NotImplementedError):  # stores in memory have no connection to double
+        store.set_timeout(timeout)
+    except (RuntimeError, NotImplementedError):  # a store in memory
         pass
     return store
 
 
-def tell_members(name: str, obj: Any) -> list[Any] | None:
-    """What every member of the process group called ``name`` said, by rank; None where there is nobody to ask."""
+def gather_members(name: str, obj: Any) -> list[Any] | None:
+    """The object of every member of a process group, by rank; None if there is no other member, or a fake backend."""
     pg = _resolve_process_group(name)  # pyright: ignore[reportArgumentType]  # a name is a str
     if pg.size() == 1 or dist.get_backend(pg) == "fake":
         return None
-    said: list[Any] = [None] * pg.size()
-    dist.all_gather_object(said, obj, group=pg)
-    return said
+    objects: list[Any] = [None] * pg.size()
+    dist.all_gather_object(objects, obj, group=pg)
+    return objects
 
 
-_ROW = 4  #: exchanges that are timed together
+_TIMED = 4  #: exchanges that are timed together
 
 
 def time_members(name: str, nbytes: int, device: str) -> float:
-    """Seconds that an exchange of so many bytes takes between all members of a process group, who all call this.
+    """Seconds that one exchange of so many bytes takes between all members of a process group; all must call this.
 
-    One of several in a row, as in a step: over one connection two directions may take turns, or not, by chance.
+    The average of several exchanges without a pause, as in a step: over one connection the two directions may or may
+    not take turns.
     """
     pg = _resolve_process_group(name)  # pyright: ignore[reportArgumentType]
-    given = torch.zeros(max(1, nbytes // 4 // pg.size()) * pg.size(), device=device)
-    taken = torch.empty_like(given)
-    dist.all_to_all_single(taken, given, group=pg)  # the first makes connections
-    found = float("inf")
-    for _ in range(2):  # the better row: all members share a moment in which one of them was not running
+    sent = torch.zeros(max(1, nbytes // 4 // pg.size()) * pg.size(), device=device)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=pg)  # the first one opens connections
+    best = float("inf")
+    for _ in range(2):  # the better of two: the first may contain a pause of one member
         dist.barrier(group=pg)
         start = time.perf_counter()
-        for _ in range(_ROW):
-            dist.all_to_all_single(taken, given, group=pg)
+        for _ in range(_TIMED):
+            dist.all_to_all_single(received, sent, group=pg)
         if device != "cpu":
             torch.accelerator.synchronize()
-        found = min(found, (time.perf_counter() - start) / _ROW)
-    return found
+        best = min(best, (time.perf_counter() - start) / _TIMED)
+    return best

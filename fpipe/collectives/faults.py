@@ -1,7 +1,8 @@
-"""Turning what a backend throws into an error that says who waited, for whom, and where the trail ends.
+"""Translating a backend's error into one that names who waited, for whom, and the most likely cause.
 
-The rank that is waited for often waits itself, or failed because of a third: the journal tells whom to look at first.
-Knows the words of backends for "too late"; knows no message.
+The rank that is waited for often waits itself, or failed because of a third one. Each rank publishes its state in the
+journal; following it from rank to rank leads to the one to examine first. This module knows how backends phrase a
+time-out; it must not know messages.
 """
 
 from __future__ import annotations
@@ -11,29 +12,37 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from ..errors import FpipeError, GroupError, PeerError, StalledError
 from ._store import Store
 from .journal import BEAT, Entry, Journal
 
 _LATE = ("timed out", "timeout", "time out")
-#: The word of a rank that waited for all and does not know yet for whom in vain.
+#: The failure that a rank publishes while it searches for the cause of its own.
 LOOKING = "looking"
-#: Seconds to wait for the word of a rank whose connection broke: for any, and for that of one that is looking.
+#: Seconds to wait for the report of a rank whose connection broke: for any report, and for one that is searching.
 _SOON, _LONG = 0.5, 4.0
 
 
-class Watch:
-    """One rank's eye on the others: remembers a failure, and explains it."""
+class _Trail(NamedTuple):
+    """A chain of ranks, each stopped by the next, as text; the last rank, and whether it is known to be the cause."""
+
+    text: str
+    suspect: int | None
+    sure: bool
+
+
+class FaultMonitor:
+    """One rank's view of the others' failures; remembers the first error of its group."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float):
         self.rank, self.size, self.timeout = rank, size, timeout
         self.journal = Journal(store, rank)
         self.broken: GroupError | None = None
-        self._silent: frozenset[int] = frozenset()
 
     def check(self) -> None:
-        """Raise where this group has failed before: its connections are not to be trusted again."""
+        """Raise if this group failed before: its connections are in an unknown state."""
         if self.broken is not None:
             raise type(self.broken)(
                 f"this group failed before, and a group that failed stays failed; make a new one "
@@ -41,51 +50,45 @@ class Watch:
             ) from self.broken
 
     @contextmanager
-    def talking(self, peer: int | None, doing: str) -> Iterator[None]:
-        """While talking to a peer (None: to all), an error of the backend becomes one of ours."""
+    def waiting(self, peer: int | None, doing: str) -> Iterator[None]:
+        """Publish that this rank waits for a peer (None: for all); a RuntimeError of the backend is diagnosed."""
         start = time.monotonic()
-        self.journal.waits(peer)
+        self.journal.waits_for(peer)
         try:
             yield
         except FpipeError:
             raise
         except RuntimeError as error:
-            raise self.explain(error, peer, doing, time.monotonic() - start) from error
-        self.journal.waits(None)
+            raise self.diagnose(error, peer, doing, time.monotonic() - start) from error
+        self.journal.waits_for(None)
 
-    def explain(self, error: BaseException, peer: int | None, doing: str, seconds: float = 0.0) -> GroupError:
-        """The error to raise, and to remember."""
+    def diagnose(self, error: BaseException, peer: int | None, doing: str, seconds: float = 0.0) -> GroupError:
+        """The error to raise for a backend's error; the group raises it again from now on."""
         if self.broken is not None:
             return self.broken
         late = seconds >= self.timeout or any(word in str(error).lower() for word in _LATE)
         # Before anything else: the backend may have closed this rank's connections already.
         self.journal.failed("" if peer is not None else LOOKING, peer, lost=not late)
-        trail, suspect, sure = self._everyone() if peer is None else self._trail(peer, not late)
-        if not sure:  # nobody failed: look for one that does not answer
-            self._silent = self._listen()
-            trail, suspect, sure = self._everyone() if peer is None else self._trail(peer, not late)
-            if not sure and self._silent and suspect not in self._silent:  # who waits for all says not for whom
-                suspect = min(self._silent)
-                trail += f"; rank {suspect} {_state(self.journal.last(suspect), gone=False, silent=True)}"
-        first = f"{trail}. Look at rank {suspect} first" if suspect is not None else "Look at every rank's own output"
+        trail = self._search(peer, lost=not late)
+        advice = f"Look at rank {trail.suspect} first"
+        first = f"{trail.text}. {advice}" if trail.suspect is not None else "Look at every rank's own output"
         whom = "all ranks" if peer is None else f"rank {peer}"
-        me = f"rank {self.rank}{_at(self.journal.here)}"
+        me = f"rank {self.rank}{_at(self.journal.text)}"
         if late:
-            found: GroupError = StalledError(
+            self.broken = StalledError(
                 f"{me} waited {seconds:.1f} s {doing} {whom}, longer than timeout={self.timeout:g}. "
                 f"{first}; raise timeout= if a step may take that long"
             )
         else:
-            found = PeerError(
+            self.broken = PeerError(
                 f"{me} waited {doing} {whom}, and the connection broke. "
                 f"{first}; this group cannot be used again (the backend said: {_short(error)})"
             )
-        self.broken = found
-        self.journal.failed(type(found).__name__, suspect if peer is None else peer, lost=not late)
-        return found
+        self.journal.failed(type(self.broken).__name__, trail.suspect if peer is None else peer, lost=not late)
+        return self.broken
 
     def failed(self, error: BaseException) -> None:
-        """Leave word that this rank raised; what it raised because of a peer is told already."""
+        """Publish that this rank raised; errors that a peer caused are published already."""
         if error is not self.broken:
             self.journal.failed(f"{type(error).__name__}: {_short(error)}")
 
@@ -93,8 +96,24 @@ class Watch:
         """End the journal's thread."""
         self.journal.close()
 
-    def _listen(self) -> frozenset[int]:
-        """Ranks that left no word and do not show that they live: stopped, or gone with a connection still open."""
+    # ---- the search for the cause -------------------------------------------------------------------------------
+    def _search(self, peer: int | None, lost: bool) -> _Trail:
+        trail = self._trail_from(peer, lost, frozenset())
+        if trail.sure:
+            return trail
+        silent = self._silent()  # no rank failed: one may not respond
+        trail = self._trail_from(peer, lost, silent)
+        if not trail.sure and silent and trail.suspect not in silent:  # a rank that waits for all names no peer
+            suspect = min(silent)
+            state = _state(self.journal.last(suspect), gone=False, silent=True)
+            return trail._replace(text=f"{trail.text}; rank {suspect} {state}", suspect=suspect)
+        return trail
+
+    def _trail_from(self, peer: int | None, lost: bool, silent: frozenset[int]) -> _Trail:
+        return self._most_common(silent) if peer is None else self._trail(peer, lost, silent)
+
+    def _silent(self) -> frozenset[int]:
+        """Ranks that reported no failure and do not respond: stopped, or gone with a connection still open."""
         before = {rank: self.journal.last(rank) for rank in range(self.size) if rank != self.rank}
         time.sleep(1.6 * BEAT)
         return frozenset(
@@ -103,39 +122,37 @@ class Watch:
             if last is not None and self.journal.failure(rank) is None and self.journal.last(rank) == last
         )
 
-    def _trail(self, peer: int, gone: bool) -> tuple[str, int, bool]:
-        """From rank to rank, each because of the next, to the first cause: words, that rank, whether it is sure."""
-        told: list[str] = []
+    def _trail(self, peer: int, gone: bool, silent: frozenset[int]) -> _Trail:
+        """From rank to rank, each stopped by the next, to the first cause."""
+        parts: list[str] = []
         seen = {self.rank}
         rank = peer
         while True:
-            failure, last = self._word(rank, gone), self.journal.last(rank)
+            failure, last = self._report(rank, gone), self.journal.last(rank)
             seen.add(rank)
             if failure is not None and failure.peer is None:
-                told.append(f"rank {rank}{_at(failure.note)} raised {failure.failure}")
-            elif failure is None and (
-                gone or rank in self._silent or last is None or last.peer is None or last.peer in seen
-            ):
-                told.append(f"rank {rank} {_state(last, gone, rank in self._silent)}")
-            else:
-                entry = failure or last
-                assert entry is not None
-                assert entry.peer is not None
-                gone = failure is not None and failure.lost
-                told.append(f"rank {rank}{_at(entry.note)} {'lost' if gone else 'waits for'} rank {entry.peer}")
-                if entry.peer not in seen:
-                    rank = entry.peer
-                    continue
-                if gone and entry.peer != self.rank and self._word(entry.peer, True) is None:  # lost without a word
-                    rank = entry.peer
-                    told.append(f"rank {rank} {_state(self.journal.last(rank), gone=True, silent=False)}")
-            text = "; ".join(told)
-            # Of ranks that wait in a circle, each past its time, the last on the trail is no cause.
-            return f"{text[0].upper()}{text[1:]}", rank, gone or (failure is not None and failure.peer is None)
+                parts.append(f"rank {rank}{_at(failure.note)} raised {failure.failure}")
+                return _joined(parts, rank, True)
+            entry = failure or last
+            if failure is None and (gone or rank in silent):
+                entry = None
+            if entry is None or entry.peer is None or (failure is None and entry.peer in seen):
+                parts.append(f"rank {rank} {_state(last, gone, rank in silent)}")
+                return _joined(parts, rank, gone)
+            gone = failure is not None and failure.lost
+            parts.append(f"rank {rank}{_at(entry.note)} {'lost' if gone else 'waits for'} rank {entry.peer}")
+            if entry.peer in seen:
+                break
+            rank = entry.peer
+        if gone and entry.peer != self.rank and self._report(entry.peer, True) is None:  # lost without a report
+            rank = entry.peer
+            parts.append(f"rank {rank} {_state(self.journal.last(rank), gone=True, silent=False)}")
+        # Of ranks that wait in a circle, each past its time-out, the last one is not the cause.
+        return _joined(parts, rank, gone)
 
-    def _word(self, rank: int, gone: bool) -> Entry | None:
-        """How a rank failed. A backend may close a connection before the rank can leave word, or while it looks for
-        the cause itself; then it is waited for."""
+    def _report(self, rank: int, gone: bool) -> Entry | None:
+        """How a rank failed. A backend may close a connection before the rank has reported, or while it searches for
+        the cause itself; then this waits for the report."""
         end, longest = time.monotonic() + _SOON, time.monotonic() + _LONG
         while True:
             failure = self.journal.failure(rank)
@@ -144,28 +161,29 @@ class Watch:
                 return None if looking else failure
             time.sleep(0.05)
 
-    def _everyone(self) -> tuple[str, int | None, bool]:
-        """Where all were waited for: the end to which most of the others' trails lead."""
-        trails = [self._trail(rank, False) for rank in range(self.size) if rank != self.rank]
+    def _most_common(self, silent: frozenset[int]) -> _Trail:
+        """Where all ranks were waited for: the shortest trail to the suspect of most of the others."""
+        trails = [self._trail(rank, False, silent) for rank in range(self.size) if rank != self.rank]
         if not trails:
-            return "", None, True
-        worst = Counter(suspect for _, suspect, _ in trails).most_common(1)[0][0]
-        text, _, sure = min((trail for trail in trails if trail[1] == worst), key=lambda trail: len(trail[0]))
-        return text, worst, sure
+            return _Trail("", None, True)
+        worst = Counter(trail.suspect for trail in trails).most_common(1)[0][0]
+        return min((trail for trail in trails if trail.suspect == worst), key=lambda trail: len(trail.text))
+
+
+def _joined(parts: list[str], suspect: int, sure: bool) -> _Trail:
+    text = "; ".join(parts)
+    return _Trail(text[0].upper() + text[1:], suspect, sure)
 
 
 def _state(last: Entry | None, gone: bool, silent: bool) -> str:
     if last is None:
         return "is gone, and left no word" if gone else "has left no word yet"
-    what = (
-        "is gone"
-        if gone
-        else "does not answer"
-        if silent
-        else "waits for nobody"
-        if last.peer is None
-        else f"waits for rank {last.peer}"
-    )
+    if gone:
+        what = "is gone"
+    elif silent:
+        what = "does not answer"
+    else:
+        what = "waits for nobody" if last.peer is None else f"waits for rank {last.peer}"
     return f"{what}, and its last known action was {last.note or '(none)'}, {last.ago}"
 
 
@@ -174,7 +192,7 @@ def _at(note: str) -> str:
 
 
 def _short(error: BaseException) -> str:
-    """The first sentence, without the address in the source that threw it."""
+    """The first sentence of an error, without the source location that torch puts before it."""
     text = str(error).strip().splitlines()
     line = re.sub(r"^\[[^\]]*:\d+\] ", "", text[0]) if text else type(error).__name__
     return line.split(". ")[0][:500]

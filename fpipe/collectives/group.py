@@ -1,14 +1,14 @@
-"""``Group``: the one thing that the runner knows about other ranks. A Protocol, and the words it uses.
+"""``Group``: the interface through which the runner reaches other ranks.
 
-A message is a tuple of tensors, described on both sides by the same tuple of :class:`Spec`. Messages from one rank
-to another arrive in the order in which they were sent, by construction: the n-th ``recv`` of a channel gets the n-th
-``send``, so no tags are needed and none are trusted. This module knows no backend and no process.
+A message is a tuple of tensors, described on both sides by the same tuple of :class:`Spec`. A channel is a pair of
+ranks (source, destination); its n-th receive gets its n-th send, so messages carry no tags. This module must not know
+backends, processes or plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,19 +18,19 @@ from ..specs import Spec
 
 
 class Work(Protocol):
-    """Something under way: a send or a receive."""
+    """A send, a receive or a collective that has started."""
 
     def done(self) -> bool:
-        """Whether ``wait`` would return at once. Polls, never blocks; a backend that cannot tell says False."""
+        """Whether ``wait`` would return at once. Never blocks; False where the backend does not report it."""
         ...
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Block until done; the received tensors, or ``()`` for a send."""
+        """Block until it is complete and return its result; ``()`` for a send."""
         ...
 
 
 class Done(NamedTuple):
-    """A work that was over when it began.
+    """A work that was complete when it was created.
 
     >>> Done().done(), Done().wait()
     (True, ())
@@ -43,50 +43,113 @@ class Done(NamedTuple):
         return True
 
     def wait(self) -> tuple[Tensor, ...]:
-        """What it holds."""
+        """The result."""
         return self.tensors
+
+
+class Pending:
+    """A work whose first ``wait`` calls ``finish``; later ones return the same result.
+
+    ``ready`` reports whether ``finish`` would return at once. Both are dropped after the first ``wait``, and with them
+    the buffers that they refer to.
+
+    >>> work = Pending(lambda: (torch.ones(1),))
+    >>> work.done(), work.wait() is work.wait(), work.done()
+    (False, True, True)
+    """
+
+    __slots__ = ("_finish", "_ready", "_result")
+
+    def __init__(self, finish: Callable[[], tuple[Tensor, ...]], ready: Callable[[], bool] = lambda: False):
+        self._finish: Callable[[], tuple[Tensor, ...]] | None = finish
+        self._ready: Callable[[], bool] | None = ready
+        self._result: tuple[Tensor, ...] = ()
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._ready is None or self._ready()
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """The result of ``finish``."""
+        if self._finish is not None:
+            self._result = self._finish()
+            self._finish = self._ready = None
+        return self._result
+
+
+#: The sending end of a channel, for messages of one tuple of Specs.
+Sender: TypeAlias = Callable[[tuple[Tensor, ...]], object]
+
+
+class Receiver(NamedTuple):
+    """The receiving end of a channel, for messages of one tuple of Specs.
+
+    ``post`` requests the next message, in the same order as ``recv`` of the group, and without delay also where
+    ``recv`` delays requests. Where ``fetch`` is None, a plan calls ``post`` ahead of need, at its RECV instruction.
+    Otherwise a receive needs no buffer in advance: a plan does nothing at RECV, calls ``fetch`` when it needs the
+    message, and ``post`` only where that returns None. ``fetch`` returns the next message if that is a single tensor
+    and has arrived. Either all channels between two ranks have a ``fetch`` or none has.
+    """
+
+    post: Callable[[], Work]
+    fetch: Callable[[], Tensor | None] | None = None
 
 
 @runtime_checkable
 class Group(Protocol):
-    """Ranks of a pipeline that send each other messages.
+    """The ranks of a pipeline, and messages and collectives between them. Implementations derive from it.
 
-    A group whose sends have their bytes taken when they return may say so by ``at_once = True``: a plan then keeps
-    nothing for them. ``size`` counts the ranks; ``here`` are those that live in this process (all of a local group,
-    one of a distributed one); ``timeout`` is the longest time in seconds that a rank waits for another.
+    ``size`` is the number of ranks; ``here`` are those of this process: all of a local group, one of a distributed
+    one; ``timeout`` is the longest time in seconds that a rank waits for another. ``at_once``: a send is complete when
+    it returns, so plans keep no buffer for it and emit no SETTLE. ``strict``: a send may block until its receive is
+    posted, so plans post receives exactly where the schedule places them.
     """
 
     size: int
     here: tuple[int, ...]
     timeout: float
-    strict: bool  # a send may block until it is asked for, so receives must be posted exactly where the plan says
+    at_once: bool
+    strict: bool
 
     def device(self, rank: int) -> torch.device:
-        """Where a rank computes."""
+        """The device on which a rank computes."""
         ...
 
+    # ---- messages -----------------------------------------------------------------------------------------------
     def send(self, tensors: tuple[Tensor, ...], src: int, dst: int, specs: tuple[Spec, ...] | None = None) -> Work:
-        """Send one message. The group keeps what it needs alive; the tensors must not be changed until done.
+        """Send one message. The group keeps its buffers alive; the tensors must not be changed until it is done.
 
-        ``specs`` is what the receiver expects, where the sender knows it; a tensor that was planned with other strides
-        is then laid out anew, and one of another shape or dtype is refused before it is sent.
+        ``specs`` are those that the receiver expects, if they are known: a tensor of other strides is then copied into
+        those, and one of another shape or dtype is refused before anything is sent.
         """
         ...
 
     def recv(self, specs: tuple[Spec, ...], src: int, dst: int) -> Work:
-        """Ask for the next message of the channel; may be called long before it is needed."""
+        """Request the next message of a channel; may be called long before the message is needed."""
         ...
 
+    def sender(self, src: int, dst: int, specs: tuple[Spec, ...]) -> Sender:
+        """``send`` with all but the tensors bound, for a plan that sends many messages of one kind."""
+        return lambda tensors: self.send(tensors, src, dst, specs)
+
+    def receiver(self, src: int, dst: int, specs: tuple[Spec, ...]) -> Receiver:
+        """``recv`` with its arguments bound, for a plan that receives many messages of one kind."""
+        return Receiver(lambda: self.recv(specs, src, dst))
+
     def settle(self, dst: int, count: int) -> None:
-        """Let go of the ``count`` oldest sends to a rank, which the caller knows to have been received."""
+        """Release the buffers of the ``count`` oldest sends to a rank; the caller knows that they were received."""
         ...
 
     def flush(self) -> None:
-        """Block until every send of this process is done; raises what went wrong with them."""
+        """Block until every send of this process is complete; raises their errors."""
         ...
 
+    def reset(self) -> None:
+        """After an error: drop messages that were sent and not received, where the group stays usable."""
+
+    # ---- all ranks ----------------------------------------------------------------------------------------------
     def share(self, tensors: tuple[Tensor, ...] | None, specs: tuple[Spec, ...], src: int) -> tuple[Tensor, ...]:
-        """Give every process the tensors of rank ``src``; the others pass None."""
+        """Broadcast the tensors of rank ``src`` to every process; the others pass None."""
         ...
 
     def gather_objects(self, obj: object) -> list[Any]:
@@ -94,34 +157,39 @@ class Group(Protocol):
         ...
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """``sum``, ``mean``, ``max`` or ``min`` over processes; the argument is left as it is."""
+        """``sum``, ``mean``, ``max`` or ``min`` over processes; the argument is not changed."""
         ...
 
     def start_reduce(self, memory: Tensor, op: str = "sum", *, scatter: bool = False) -> Work:
-        """``all_reduce``, under way: the work gives the result. ``memory``, of one axis, is the group's from now on.
+        """Start ``all_reduce``; the work returns the result. The group may overwrite ``memory``, of one axis.
 
-        With ``scatter`` the result is this process's part of as many equal ones. Collectives that are under way end in
-        the order in which they began; every process must begin them in one order.
+        With ``scatter`` the result is this process's part of as many equal ones. Started collectives complete in the
+        order in which they were started; every process must start them in one order.
         """
         ...
 
     def start_gather(self, memory: Tensor) -> Work:
-        """Under way: every process's part of ``memory`` (of one axis, in equal parts by rank) comes to the others.
+        """Start filling ``memory`` (one axis, in equal parts by rank) with the parts of the other processes.
 
-        This process's own part is filled in; the work gives ``memory``, whole.
+        The caller has filled in its part; the work returns ``memory``, complete.
         """
         ...
 
     def barrier(self) -> None:
-        """Return once every process has come here."""
+        """Return once every process has called it."""
         ...
 
+    # ---- faults -------------------------------------------------------------------------------------------------
     def journal(self, rank: int, text: str) -> None:
-        """Note what a rank is about to do, for the others' error messages. Cheap."""
+        """Record what a rank of this process does next, for error messages of all ranks. Cheap."""
+        ...
+
+    def last_note(self, rank: int) -> str:
+        """The last journal entry of a rank; empty if there is none."""
         ...
 
     def failed(self, error: BaseException) -> None:
-        """Tell the others, best effort and at once, that this process raised."""
+        """Report to the other processes that this one raised: without delay, and without a guarantee."""
         ...
 
 

@@ -1,8 +1,8 @@
-"""What each rank did last and whom it waits for, shared through the store of torch.distributed for error messages.
+"""What each rank did last and which rank it waits for, published through the store for error messages.
 
-Noting only sets an attribute; a daemon thread writes what changed ten times a second, so that a rank which is
-killed or stopped leaves its last known action behind, and every second that it is alive. Failing to write is no
-failure: a journal never makes a step fail. Knows nothing of messages.
+Recording sets an attribute; a daemon thread writes changes ten times a second, so that the last action of a rank that
+is killed or stopped stays known, and once a second without changes, as a sign of life. A journal never makes a step
+fail: errors of the store are ignored. This module must not know messages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import weakref
 from datetime import timedelta
 from typing import NamedTuple
 
-from ._store import Store, own
+from ._store import Store, connection
 
 EVERY = 0.1
 BEAT = 1.0
@@ -22,7 +22,10 @@ _PATIENCE = timedelta(seconds=2)
 
 
 class Entry(NamedTuple):
-    """What is known of a rank: since when it did what, whom it waited for, how it failed, how often it was heard."""
+    """The state of a rank: its action since ``when``, the rank it waits for, its failure, and the writes so far.
+
+    ``lost``: the failure is a broken connection to ``peer``.
+    """
 
     when: float
     note: str
@@ -33,102 +36,98 @@ class Entry(NamedTuple):
 
     @property
     def ago(self) -> str:
-        """How long ago, in words."""
+        """The age of the action, as text."""
         return f"{max(0.0, time.time() - self.when):.1f} s ago"
 
 
 class Journal:
-    """The notes of one rank, and the others' by rank.
+    """Writes the entries of one rank, and reads those of all.
 
     >>> import torch.distributed as dist
     >>> store = dist.HashStore()
-    >>> mine, yours = (Journal(store, rank) for rank in range(2))
-    >>> mine.note("3F1"); mine.write(); yours.last(0).note; mine.close()
+    >>> first, second = (Journal(store, rank) for rank in range(2))
+    >>> first.note("3F1"); first.write(); second.last(0).note; first.close()
     '3F1'
     """
 
     def __init__(self, store: Store, rank: int):
         self._rank = rank
-        self._pulse = _Pulse(own(store, _PATIENCE), f"last/{rank}")
-        weakref.finalize(self, self._pulse.stop)
+        self._writer = _Writer(connection(store, _PATIENCE), f"last/{rank}")
+        weakref.finalize(self, self._writer.stop)
 
     def note(self, text: str) -> None:
-        """Keep the newest note; the pulse writes it."""
-        self._pulse.text = text
-        if not self._pulse.started:
-            self._pulse.start()
+        """Record the newest action; the thread writes it."""
+        self._writer.text = text
+        if self._writer.thread is None:
+            self._writer.start()
 
-    def waits(self, peer: int | None) -> None:
-        """Keep whom this rank waits for now."""
-        self._pulse.peer = peer
+    def waits_for(self, peer: int | None) -> None:
+        """Record the rank that this one waits for."""
+        self._writer.peer = peer
 
     @property
-    def here(self) -> str:
-        """This rank's newest note."""
-        return self._pulse.text
+    def text(self) -> str:
+        """The newest action of this rank."""
+        return self._writer.text
 
     def write(self) -> None:
-        """Write what changed, now."""
-        self._pulse.write()
+        """Write changes now."""
+        self._writer.write()
 
     def failed(self, text: str, peer: int | None = None, lost: bool = False) -> None:
-        """Leave word of this rank's failure, at once: of whom it waited for, and whether that one was lost."""
-        self._pulse.set(f"failed/{self._rank}", Entry(time.time(), self.here, peer, text, lost))
+        """Publish this rank's failure now, with the peer that it waited for and whether the connection broke."""
+        self._writer.set(f"failed/{self._rank}", Entry(time.time(), self.text, peer, text, lost))
 
     def last(self, rank: int) -> Entry | None:
-        """What a rank wrote last, if anything."""
-        return self._pulse.get(f"last/{rank}")
+        """The newest entry of a rank."""
+        return self._writer.get(f"last/{rank}")
 
     def failure(self, rank: int) -> Entry | None:
-        """How a rank failed, if it left word."""
-        return self._pulse.get(f"failed/{rank}")
+        """The failure of a rank."""
+        return self._writer.get(f"failed/{rank}")
 
     def close(self) -> None:
         """End the thread."""
-        self._pulse.stop()
+        self._writer.stop()
 
 
-class _Pulse:
-    """The thread and its connection; knows no journal, so that a forgotten journal ends it."""
+class _Writer:
+    """The thread and its connection. Holds no reference to the journal, so that dropping the journal ends it."""
 
     def __init__(self, store: Store, key: str):
         self.text = ""
         self.peer: int | None = None
-        self.started = False
-        self._written: tuple[str, int | None] = ("", None)
-        self._since = self._last = 0.0
-        self._count = 0
+        self.thread: threading.Thread | None = None
+        self._entry = Entry(0.0, "")
+        self._written = 0.0
         self._store: Store | None = store
         self._key = key
         self._end = threading.Event()
         self._lock = threading.RLock()
-        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self.started = True
-        self._thread = threading.Thread(target=self._beat, name="fpipe-journal", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="fpipe-journal", daemon=True)
+        self.thread.start()
 
     def stop(self) -> None:
         self._end.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=_PATIENCE.total_seconds() + EVERY)
-        self._thread = None
+        if self.thread is not None and self.thread.ident is not None and self.thread is not threading.current_thread():
+            self.thread.join(timeout=_PATIENCE.total_seconds() + EVERY)
 
-    def _beat(self) -> None:
+    def _run(self) -> None:
         self.write()
         while not self._end.wait(EVERY):
             self.write()
 
     def write(self) -> None:
         with self._lock:
-            state, now = (self.text, self.peer), time.time()
-            if state != self._written:
-                self._written, self._since = state, now
-            elif now - self._last < BEAT:
+            last, text, peer, now = self._entry, self.text, self.peer, time.time()
+            if (text, peer) != (last.note, last.peer):
+                last = Entry(now, text, peer, beat=last.beat)
+            elif now - self._written < BEAT:
                 return
-            self._last, self._count = now, self._count + 1
-            self.set(self._key, Entry(self._since, *state, beat=self._count))
+            self._written, self._entry = now, last._replace(beat=last.beat + 1)
+            self.set(self._key, self._entry)
 
     def set(self, key: str, entry: Entry) -> None:
         with self._lock:
@@ -136,7 +135,7 @@ class _Pulse:
                 return
             try:
                 self._store.set(key, json.dumps(entry))
-            except RuntimeError:  # the process that kept the store is gone
+            except RuntimeError:  # the process that hosted the store is gone
                 self._store = None
 
     def get(self, key: str) -> Entry | None:

@@ -1,7 +1,8 @@
-"""``fpipe.local``: ranks that live in this process and hand each other tensors.
+"""``fpipe.local``: all ranks in this process; a message is a reference to its tensors.
 
-Nothing is copied where sender and receiver share a device. There are no threads here: whoever drives the ranks asks
-``done`` before ``wait``, and a ``wait`` that could never end raises at once. Knows no backend.
+Nothing is copied where sender and receiver share a device. There are no threads: the caller that runs the ranks in
+turn checks ``done`` before ``wait``, and a ``wait`` that could never return raises at once. This module must not know
+backends.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ..errors import DeadlockError, GroupError
 from ..specs import Spec
-from .group import Done, Work, check_message, part_of
+from .group import Done, Group, Work, check_message, part_of
 from .wire import lay_out
 
 _SENT = Done()
@@ -22,7 +23,7 @@ _REDUCTIONS = ("sum", "mean", "max", "min")
 
 
 def local(ranks: int | None = None, *, devices: Sequence[str | torch.device] | None = None) -> LocalGroup:
-    """A group whose ranks all live in this process, on the CPU or on ``devices``, one per rank.
+    """A group whose ranks are all in this process, on the CPU or on ``devices``, one per rank.
 
     >>> group = local(4)
     >>> group.size, group.here
@@ -39,22 +40,24 @@ def local(ranks: int | None = None, *, devices: Sequence[str | torch.device] | N
         raise GroupError(f"{ranks} ranks on {len(devices)} devices; give one device per rank, or leave ranks out")
     if isinstance(devices, str) or not devices:
         raise GroupError(f"devices={devices!r}; give a list with one device per rank, as in ['cuda:0', 'cuda:1']")
-    return LocalGroup(tuple(map(_there, devices)))
+    return LocalGroup(tuple(map(_available, devices)))
 
 
-def _there(device: str | torch.device) -> torch.device:
-    """A device that is there: torch finds out late that one is not, and may end the process then."""
+def _available(device: str | torch.device) -> torch.device:
+    """The device, checked: torch detects a missing device late, and may end the process then."""
     try:
-        found = torch.device(device)
+        device = torch.device(device)
     except RuntimeError as error:
-        raise GroupError(f"device {device!r} is none that torch knows; give the like of 'cpu' or 'cuda:0'") from error
-    if found.type in ("cpu", "meta"):
-        return found
-    module: Any = getattr(torch, found.type, None)
+        raise GroupError(f"device {device!r} is unknown to torch; use a name like 'cpu' or 'cuda:0'") from error
+    if device.type in ("cpu", "meta"):
+        return device
+    module: Any = getattr(torch, device.type, None)
     count = module.device_count() if module is not None and module.is_available() else 0
-    if (found.index or 0) >= count:
-        raise GroupError(f"device {str(found)!r} is not here: torch finds {count} of type {found.type!r}; leave it out")
-    return found
+    if (device.index or 0) >= count:
+        raise GroupError(
+            f"device {str(device)!r} is not available: torch finds {count} of type {device.type!r}; leave it out"
+        )
+    return device
 
 
 def _positive(ranks: object) -> int:
@@ -63,7 +66,7 @@ def _positive(ranks: object) -> int:
     return ranks
 
 
-class LocalGroup:
+class LocalGroup(Group):
     """See :func:`local`."""
 
     def __init__(self, devices: tuple[torch.device, ...]):
@@ -74,14 +77,14 @@ class LocalGroup:
         self._devices = devices
         self._one_device = len(set(devices)) == 1
         self._channels: dict[tuple[int, int], _Channel] = {}
-        self._last: dict[int, str] = {}
+        self._notes: dict[int, str] = {}
 
     def __repr__(self) -> str:
         kinds = sorted({str(device) for device in self._devices})
         return f"fpipe.local({self.size}) on {', '.join(kinds)}"
 
     def device(self, rank: int) -> torch.device:
-        """Where a rank computes."""
+        """The device on which a rank computes."""
         return self._devices[rank]
 
     def _channel(self, src: int, dst: int) -> _Channel:
@@ -91,7 +94,7 @@ class LocalGroup:
         return self._channels.setdefault((src, dst), _Channel(src, dst))
 
     def send(self, tensors: tuple[Tensor, ...], src: int, dst: int, specs: tuple[Spec, ...] | None = None) -> Work:
-        """Hand a message over; it is done at once. Checked by the receiver."""
+        """Put a message into its channel; complete at once. The receiver checks it."""
         channel = self._channels.get((src, dst)) or self._channel(src, dst)
         if not self._one_device:
             device = self._devices[dst]
@@ -101,70 +104,70 @@ class LocalGroup:
         return _SENT
 
     def recv(self, specs: tuple[Spec, ...], src: int, dst: int) -> Work:
-        """The next message of the channel, done once it was sent."""
+        """Request the next message of a channel; done once it was sent."""
         channel = self._channels.get((src, dst)) or self._channel(src, dst)
-        channel.asked += 1
-        return _Receipt(channel, channel.asked - 1, specs)
+        channel.requested += 1
+        return _Receipt(channel, channel.requested - 1, specs)
 
     def reset(self) -> None:
-        """Forget what is under way: after an error, the next run starts with empty channels."""
+        """Empty all channels."""
         self._channels.clear()
 
     def settle(self, dst: int, count: int) -> None:
-        """Sends are done at once."""
+        """Sends are complete when they return."""
 
     def flush(self) -> None:
-        """Sends are done at once."""
+        """Sends are complete when they return."""
 
     def share(self, tensors: tuple[Tensor, ...] | None, specs: tuple[Spec, ...], src: int) -> tuple[Tensor, ...]:
         """The tensors themselves: there is one process."""
         if tensors is None:
-            raise GroupError(f"share needs the tensors of rank {src}, which lives in this process; got None")
+            raise GroupError(f"share needs the tensors of rank {src}, which is in this process; got None")
         check_message(tensors, specs, src, src)
         return tensors
 
     def gather_objects(self, obj: object) -> list[Any]:
-        """The one object, once per rank."""
+        """The object, once per rank."""
         return [obj for _ in self.here]
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """The tensor: there is one process."""
         if op not in _REDUCTIONS:
-            raise GroupError(f"no reduction is called {op!r}; there are {', '.join(_REDUCTIONS)}")
+            raise GroupError(f"there is no reduction {op!r}; the reductions are {', '.join(_REDUCTIONS)}")
         return tensor
 
     def start_reduce(self, memory: Tensor, op: str = "sum", *, scatter: bool = False) -> Work:
-        """Done: there is one process, which has the only part."""
+        """Complete: there is one process, which holds the only part."""
         return Done((self.all_reduce(memory, op),))
 
     def start_gather(self, memory: Tensor) -> Work:
-        """Done: there is one process, which has the only part."""
+        """Complete: there is one process, which holds the only part."""
         return Done((part_of(memory, 0, 1),))
 
     def barrier(self) -> None:
-        """Nothing to wait for."""
+        """Returns: there is one process."""
 
     def journal(self, rank: int, text: str) -> None:
-        """Kept for :meth:`last`."""
-        self._last[rank] = text
+        """Record it for :meth:`last_note`."""
+        self._notes[rank] = text
 
     def failed(self, error: BaseException) -> None:
-        """There are no others."""
+        """There are no other processes."""
 
-    def last(self, rank: int) -> str | None:
-        """What a rank noted last."""
-        return self._last.get(rank)
+    def last_note(self, rank: int) -> str:
+        """The last journal entry of a rank."""
+        return self._notes.get(rank, "")
 
 
 class _Channel:
-    """From one rank to another: messages by number, so that the n-th receive gets the n-th send."""
+    """Messages from one rank to another, by number: the n-th receive gets the n-th send."""
 
-    __slots__ = ("asked", "box", "dst", "sent", "src")
+    __slots__ = ("box", "dst", "requested", "sent", "src")
 
     def __init__(self, src: int, dst: int):
         self.src, self.dst = src, dst
         self.box: dict[int, tuple[Tensor, ...]] = {}
-        self.sent = self.asked = 0
+        self.sent = self.requested = 0
 
 
 class _Receipt:
@@ -181,7 +184,7 @@ class _Receipt:
         if self._number >= channel.sent:
             raise DeadlockError(
                 f"rank {channel.dst} waits for message {self._number} of rank {channel.src}, which was not sent; "
-                f"in a local group nobody else could send it: drive the other rank first"
+                f"no other process could send it: run rank {channel.src} first"
             )
         tensors = channel.box.pop(self._number)
         specs = self._specs
@@ -191,5 +194,5 @@ class _Receipt:
         ):
             return tensors
         check_message(tensors, self._specs, channel.src, channel.dst)
-        # With the strides that the message would have on a wire: kernels, and so bits, may depend on them.
+        # With the strides that it has when sent between processes: kernels, and so bits, may depend on them.
         return tuple(lay_out(tensor, spec) for tensor, spec in zip(tensors, self._specs, strict=True))

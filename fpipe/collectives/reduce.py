@@ -1,4 +1,7 @@
-"""Carrying out what ``adapt`` chose, over a torch process group. Arguments are never changed; results are returned."""
+"""Reductions by the methods that ``adapt`` selects, over a process group of torch.distributed.
+
+Arguments are not changed, except by the ``start_`` functions, which take over their memory.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .adapt import Way
+from .adapt import Reduction
 from .group import part_of
 
 _ASK = {
@@ -18,31 +21,31 @@ _ASK = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
-#: The name that torch 2.13 gave it, or the one that it had before.
+#: By its name since torch 2.13, or the earlier one.
 _SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 Wait = Callable[[Any], None]
-#: A work of torch's (None: nothing to wait for), and what makes the result once it is done.
-Started: TypeAlias = tuple[Any, Callable[[], Tensor]]
+#: A work of torch (None: nothing to wait for), and a function that returns the result once it is complete.
+Started: TypeAlias = tuple[dist.Work | None, Callable[[], Tensor]]
 
 
-def all_reduce(tensor: Tensor, way: Way, group: dist.ProcessGroup, wait: Wait) -> Tensor:
-    """The reduction of every process's tensor, by the chosen way; ``wait`` waits for a work of torch's."""
+def all_reduce(tensor: Tensor, way: Reduction, group: dist.ProcessGroup, wait: Wait) -> Tensor:
+    """The reduction of the tensors of all processes, by the selected method; ``wait`` waits for a work of torch."""
     carried = tensor.detach().to("cpu" if way.staged else tensor.device, way.carry)
     carried = carried.clone(memory_format=torch.contiguous_format)
     if way.ask == "gather":
-        found = _reduce_here(all_gather(carried, group, wait), way.op)
+        result = _reduce(all_gather(carried, group, wait), way.op)
     else:
         wait(dist.all_reduce(carried, _ASK[way.ask], group=group, async_op=True))
-        found = carried
+        result = carried
     if way.divide:
-        found = found / group.size()
-    return found.to(tensor.device, tensor.dtype) if tensor.dtype != torch.bool else (found != 0).to(tensor.device)
+        result = result / group.size()
+    return result.to(tensor.device, tensor.dtype) if tensor.dtype != torch.bool else (result != 0).to(tensor.device)
 
 
-def start_reduce(memory: Tensor, way: Way, group: dist.ProcessGroup, scatter: bool, native: bool) -> Started:
-    """``all_reduce`` under way, in ``memory`` itself where that may be; scattered by the backend where it can.
+def start_reduce(memory: Tensor, way: Reduction, group: dist.ProcessGroup, scatter: bool, native: bool) -> Started:
+    """Start ``all_reduce``, in ``memory`` itself where possible. ``native``: the backend can scatter the result.
 
-    Where it cannot, everything is reduced and the others' parts are dropped: more bytes, the same bits.
+    Where it cannot, everything is reduced and the other parts are dropped: more bytes sent, the same bits.
     """
     rank, size = group.rank(), group.size()
     part_of(memory, 0, size if scatter else 1)
@@ -60,21 +63,21 @@ def start_reduce(memory: Tensor, way: Way, group: dist.ProcessGroup, scatter: bo
         work = dist.all_reduce(carried, _ASK[way.ask], group=group, async_op=True)
 
     def finish() -> Tensor:
-        found = _reduce_here(pieces, way.op) if way.ask == "gather" else pieces[0]
-        if scatter and found.numel() == memory.numel() and size > 1:
-            found = part_of(found, rank, size).clone()  # so that the rest can be freed
-        found = found.div_(size) if way.divide else found
-        return (found != 0 if memory.dtype == torch.bool else found).to(memory.device, memory.dtype)
+        result = _reduce(pieces, way.op) if way.ask == "gather" else pieces[0]
+        if scatter and result.numel() == memory.numel() and size > 1:
+            result = part_of(result, rank, size).clone()  # so that the rest can be freed
+        result = result.div_(size) if way.divide else result
+        return (result != 0 if memory.dtype == torch.bool else result).to(memory.device, memory.dtype)
 
     return work, finish
 
 
 def start_gather(memory: Tensor, staged: bool, group: dist.ProcessGroup) -> Started:
-    """Every process's part into ``memory``, as bytes, which every backend carries."""
-    landing = memory.cpu() if staged else memory
-    parts = [_raw(part_of(landing, rank, group.size())) for rank in range(group.size())]
+    """Start filling ``memory`` with the parts of all processes, as bytes, which every backend carries."""
+    buffer = memory.cpu() if staged else memory
+    parts = [_raw(part_of(buffer, rank, group.size())) for rank in range(group.size())]
     work = dist.all_gather(parts, parts[group.rank()].clone(), group=group, async_op=True) if memory.numel() else None
-    return work, lambda: memory.copy_(landing) if staged else memory
+    return work, lambda: memory.copy_(buffer) if staged else memory
 
 
 def _raw(tensor: Tensor) -> Tensor:
@@ -82,15 +85,15 @@ def _raw(tensor: Tensor) -> Tensor:
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup, wait: Wait) -> list[Tensor]:
-    """Every process's tensor, by rank; they travel as bytes, which every backend carries."""
+    """The tensors of all processes, by rank; sent as bytes, which every backend carries."""
     memory = tensor.reshape(-1).view(torch.uint8)
-    landing = [torch.empty_like(memory) for _ in range(group.size())]
+    pieces = [torch.empty_like(memory) for _ in range(group.size())]
     if memory.numel():
-        wait(dist.all_gather(landing, memory, group=group, async_op=True))
-    return [piece.view(tensor.dtype).view(tensor.shape) for piece in landing]
+        wait(dist.all_gather(pieces, memory, group=group, async_op=True))
+    return [piece.view(tensor.dtype).view(tensor.shape) for piece in pieces]
 
 
-def _reduce_here(pieces: Sequence[Tensor], op: str) -> Tensor:
+def _reduce(pieces: Sequence[Tensor], op: str) -> Tensor:
     stacked = torch.stack(tuple(pieces))
     if op == "max":
         return stacked.amax(0)

@@ -1,6 +1,7 @@
-"""``fpipe.init``: from the environment of torchrun, or of nothing, to a group.
+"""``fpipe.init``: the group of this process, from the environment variables of torchrun if they are set.
 
-The only place that starts process groups. Knows devices and backends by their tables, and no schedule.
+The only file that starts process groups. Device types and backends come from their tables. This module must not know
+schedules.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..devices import kind, pick
 from ..errors import GroupError
 from ._store import of_group
-from .c10d import C10dGroup
+from .c10d import Backend, C10dGroup
 from .capabilities import Capabilities
 from .local import LocalGroup, local
 
@@ -23,11 +24,13 @@ TIMEOUT = 300.0
 
 
 class MeshGroup(C10dGroup):
-    """The pipeline axis of a mesh; ``dp`` and ``tp`` are the others as groups of their own, ``mesh`` has all three."""
+    """The pipeline axis of ``mesh``; ``dp`` and ``tp`` are groups over its other two axes."""
 
-    mesh: DeviceMesh
-    dp: C10dGroup
-    tp: C10dGroup
+    def __init__(
+        self, backend: Backend, device: torch.device, timeout: float, mesh: DeviceMesh, dp: C10dGroup, tp: C10dGroup
+    ):
+        super().__init__(backend, device, timeout)
+        self.mesh, self.dp, self.tp = mesh, dp, tp
 
 
 def init(
@@ -39,40 +42,40 @@ def init(
     backend: str | None = None,
     timeout: float | timedelta | None = None,
 ) -> MeshGroup | LocalGroup:
-    """The group of this process: one rank under torchrun, all of them where there is one process.
+    """The group of this process: one rank under torchrun, all ranks if there is one process.
 
     ``pp`` ranks in a pipeline, ``dp`` copies of it, and ``tp`` processes that share each stage by the collectives in
-    it: together as many as there are processes. ``pp`` left out takes what the others leave. Device and backend are
-    found where they are not given. A process group that stands already is used as it is, and a second call gives the
-    group of the first, with its ``timeout``; at first that is five minutes.
+    it: their product is the number of processes. ``pp`` defaults to the number of processes divided by the others.
+    ``device`` and ``backend`` default to the accelerator of the machine and its backend. An initialized process group
+    is used as it is. A second call returns the group of the first, with its ``timeout``; the default is five minutes.
 
-    >>> init().size, init(pp=4).size  # no torchrun here: all ranks live in this process
+    >>> init().size, init(pp=4).size  # without torchrun: all ranks are in this process
     (1, 4)
     """
-    given = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    seconds = TIMEOUT if given is None else float(given)
-    _refuse(pp, dp, tp, seconds)
+    requested = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    seconds = TIMEOUT if requested is None else float(requested)
+    _check(pp, dp, tp, seconds)
     started = dist.is_initialized()
     if not started and not _launched():
         if dp * tp != 1:
-            asked = f"dp={dp}" + (f" x tp={tp}" if tp != 1 else "")
+            shape = f"dp={dp}" + (f" x tp={tp}" if tp != 1 else "")
             needed = dp * tp * (pp or 1)
-            raise GroupError(f"{asked} needs {needed} processes and there is one; start them with torchrun")
+            raise GroupError(f"{shape} needs {needed} processes and there is one; start them with torchrun")
         return local(devices=[pick(device)] * (pp or 1))
-    where = pick(device, int(os.environ.get("LOCAL_RANK", "0")))
+    picked = pick(device, int(os.environ.get("LOCAL_RANK", "0")))
     if not started:
-        _start(where, backend, seconds)
+        _start(picked, backend, seconds)
     pp = _shape(pp, dp, tp)
-    key = (pp, dp, tp, where, dist.group.WORLD)
-    found = _MADE.get(key)
-    if found is None or (given is not None and found.timeout != seconds):
-        _MADE.clear()  # of a process group that is gone, or of another shape
-        found = _MADE[key] = _build((pp, dp, tp), where, seconds)
-    return found
+    key = (pp, dp, tp, picked, dist.group.WORLD)
+    group = _GROUPS.get(key)
+    if group is None or (requested is not None and group.timeout != seconds):
+        _GROUPS.clear()  # of a destroyed process group, or of another shape
+        group = _GROUPS[key] = _build((pp, dp, tp), picked, seconds)
+    return group
 
 
-#: The one group that this process has made, by what it was asked for: ``init`` may be called again anywhere.
-_MADE: dict[tuple[object, ...], MeshGroup] = {}
+#: The latest group of this process, by the arguments of ``init``, which may be called several times.
+_GROUPS: dict[tuple[object, ...], MeshGroup] = {}
 
 
 def adopt(
@@ -82,13 +85,16 @@ def adopt(
     timeout: float = TIMEOUT,
     capabilities: Capabilities | None = None,
     purpose: str = "pp",
-    kind_of_group: type[C10dGroup] = C10dGroup,
 ) -> C10dGroup:
-    """A Group over a process group of one's own; every rank of it must call this.
+    """A Group over an existing process group; every rank of it must call this.
 
-    ``capabilities`` stands in for the table's where a backend is not in it.
+    ``capabilities`` replace those of the table, for a backend that is not in it.
     """
     device = torch.device(device)
+    return C10dGroup(_backend(pg, device, capabilities, purpose), device, timeout)
+
+
+def _backend(pg: dist.ProcessGroup, device: torch.device, capabilities: Capabilities | None, purpose: str) -> Backend:
     backends = _backends(pg)
     if device.type not in backends:
         raise GroupError(
@@ -97,14 +103,12 @@ def adopt(
         )
     can = capabilities or Capabilities.of(device.type, backends[device.type])
     cpu = Capabilities.of("cpu", backends["cpu"]) if "cpu" in backends and device.type != "cpu" else None
-    apart = not can.habit("crossed") and pg.size() > 1
-    back = _twin(pg) if apart else None
-    store = of_group(pg, purpose)
-    return kind_of_group(pg, device, timeout=timeout, store=store, capabilities=can, cpu=cpu, back=back)
+    back = _twin(pg) if not can.habit("crossed") and pg.size() > 1 else pg
+    return Backend(pg, back, of_group(pg, purpose), can, cpu)
 
 
 def _twin(pg: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Another process group of the same ranks and backends."""
+    """A second process group of the same ranks and backends."""
     ranks, config = dist.get_process_group_ranks(pg), dist.get_backend_config(pg)
     twin = dist.new_group(ranks, backend=config, use_local_synchronization=True)
     assert isinstance(twin, dist.ProcessGroup)
@@ -124,7 +128,7 @@ def _launched() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def _refuse(pp: object, dp: object, tp: object, seconds: float) -> None:
+def _check(pp: object, dp: object, tp: object, seconds: float) -> None:
     for name, value in (("pp", 1 if pp is None else pp), ("dp", dp), ("tp", tp)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise GroupError(f"{name}={value!r}; give a whole number of ranks, 1 at least")
@@ -146,23 +150,20 @@ def _start(device: torch.device, backend: str | None, seconds: float) -> None:
 
 def _shape(pp: int | None, dp: int, tp: int) -> int:
     world = dist.get_world_size()
-    found = world // (dp * tp) if pp is None else pp
-    if found * dp * tp != world:
-        asked = "(what is left)" if pp is None else pp
+    ranks = world // (dp * tp) if pp is None else pp
+    if ranks * dp * tp != world:
+        asked = "(the rest)" if pp is None else pp
         shape = f"pp={asked} x dp={dp}" + (f" x tp={tp}" if tp != 1 else "")
         raise GroupError(
-            f"{shape} is not the {world} processes that were started; start {max(found, 1) * dp * tp}, or leave pp out"
+            f"{shape} is not the {world} processes that were started; start {max(ranks, 1) * dp * tp}, or leave pp out"
         )
-    return found
+    return ranks
 
 
 def _build(shape: tuple[int, int, int], device: torch.device, seconds: float) -> MeshGroup:
-    # Neighbours of a pipeline are apart, copies of a stage are together, and what shares a stage more so: the traffic
-    # grows in that order.
+    # Neighbouring ranks of the last axis are close to each other. Pipelines communicate least, copies of a stage more,
+    # and processes that share a stage most.
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
-    group = adopt(mesh.get_group("pp"), device, timeout=seconds, kind_of_group=MeshGroup)
-    assert isinstance(group, MeshGroup)
-    group.mesh = mesh
-    group.dp = adopt(mesh.get_group("dp"), device, timeout=seconds, purpose="dp")
-    group.tp = adopt(mesh.get_group("tp"), device, timeout=seconds, purpose="tp")
-    return group
+    dp, tp = (adopt(mesh.get_group(axis), device, timeout=seconds, purpose=axis) for axis in ("dp", "tp"))
+    pg = mesh.get_group("pp")
+    return MeshGroup(_backend(pg, device, None, "pp"), device, seconds, mesh, dp, tp)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from .._version import __version__
-from ..collectives.adapt import OPS, reduction, road
+from ..collectives.adapt import OPS, reduction, sending
 from ..collectives.c10d import C10dGroup
 from ..collectives.capabilities import DTYPES, Capabilities, Status
 from ..collectives.setup import init
@@ -169,8 +169,8 @@ def _remedy(can: Capabilities, cpu: Capabilities | None, op: str, dtype: torch.d
 
 
 def _roads(can: Capabilities, cpu: Capabilities | None) -> Iterator[str]:
-    as_bytes = [NAMES[name] for name, dtypes in DTYPES.items() if road(can, dtypes[0], cpu).bytes]
-    way = road(can, torch.float32, cpu)
+    as_bytes = [NAMES[name] for name, dtypes in DTYPES.items() if sending(can, dtypes[0], cpu).bytes]
+    way = sending(can, torch.float32, cpu)
     if as_bytes:
         yield f"messages of {', '.join(as_bytes)}: sent as bytes"
     if way.staged:

@@ -14,7 +14,7 @@ from itertools import zip_longest
 from statistics import median
 from typing import Any, NamedTuple, TypeAlias
 
-from ..collectives._store import tell_members, time_members
+from ..collectives._store import gather_members, time_members
 from ..errors import MismatchError
 from .lowering import lower
 from .plan import LoweringInput, Plan
@@ -42,12 +42,12 @@ class Starts(NamedTuple):
         return self.planned != self.plain
 
 
-def lower_together(jobs: Mapping[int, LoweringInput], tell: Tell = tell_members) -> dict[int, Plan]:
+def lower_together(jobs: Mapping[int, LoweringInput], tell: Tell = gather_members) -> dict[int, Plan]:
     """The plans of the ranks that live here, with one order of collectives on every communicator.
 
     ``tell(name, obj)`` gives what every member of a communicator said, or None where nobody else is asked.
     """
-    if tell is tell_members:
+    if tell is gather_members:
         _measure_links(jobs)
     plans = {rank: lower(job, rank) for rank, job in jobs.items()}
     starts = starts_of(plans, jobs)
@@ -89,12 +89,12 @@ def _measure_links(jobs: Mapping[int, LoweringInput]) -> None:
                         sizes[c.members] = max(sizes.get(c.members, 0), c.nbytes)
                         devices[c.members] = c.device
     for name, size in sorted(sizes.items()):
-        told = tell_members(name, (name in LINKS, size))
+        told = gather_members(name, (name in LINKS, size))
         if told is None or all(known for known, _ in told):
             continue
         large = min(max(size for _, size in told), _MOST)
         kind = devices[name]
-        found = tell_members(name, (time_members(name, _LEAST, kind), time_members(name, large, kind), pace(kind)))
+        found = gather_members(name, (time_members(name, _LEAST, kind), time_members(name, large, kind), pace(kind)))
         assert found is not None
         small, long, paced = (median(each[k] for each in found) for k in (0, 1, 2))
         LINKS[name] = Link(int(small * 1e9), (large - _LEAST) / max(1.0, (long - small) * 1e9), paced)

@@ -219,7 +219,7 @@ class Call:
             runs[rank] = execute(bound, regs[rank], start, stop)
         try:
             with torch.no_grad(), without_autocast():
-                drive(runs, lambda rank: str(getattr(group, "last", lambda _: "waiting")(rank)))
+                drive(runs, lambda rank: group.last_note(rank) or "waiting")
                 group.flush()
             if phase != 0 and (self.pipe.debugging or debugging()):
                 for rank, bound in resolved.bound.items():
@@ -228,7 +228,7 @@ class Call:
             group.failed(error)
             if self.pipe.copies is not None:
                 self.pipe.copies.group.failed(error)
-            getattr(group, "reset", lambda: None)()
+            group.reset()
             raise
         finally:
             _restore_random(saved)

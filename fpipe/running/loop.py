@@ -209,9 +209,8 @@ def _checked(run: Callable[[list[Any]], Any], check: Check, ins: Instruction) ->
 
 
 def _send(ins: Instruction, rank: int, group: Group) -> StepFn:
-    reads, frees, peer, specs = ins.reads, ins.frees, ins.peer, ins.specs
-    made_ready = getattr(group, "sender", None)  # a group may look up once what does not change
-    send = made_ready(rank, peer, specs) if made_ready else lambda t: group.send(t, rank, peer, specs)
+    reads, frees = ins.reads, ins.frees
+    send = group.sender(rank, ins.peer, ins.specs)
 
     def step(r: Registers) -> None:
         tensors = tuple([r[i] for i in reads])
@@ -223,48 +222,39 @@ def _send(ins: Instruction, rank: int, group: Group) -> StepFn:
 
 
 def _recv(ins: Instruction, rank: int, group: Group) -> StepFn:
-    key, specs, peer = (ins.peer, ins.number), ins.specs, ins.peer
-    if not _ahead(ins, rank, group):
-        return lambda r: None  # nothing is posted: the wait takes what is there
+    post, fetch = group.receiver(ins.peer, rank, ins.specs)
+    if fetch is not None:
+        return lambda r: None  # the WAIT instruction requests the message
+    key = (ins.peer, ins.number)
 
     def step(r: Registers) -> None:
-        r[-2][key] = group.recv(specs, peer, rank)
+        r[-2][key] = post()
 
-    def strictly(r: Registers) -> None:
-        work = r[-2][key] = group.recv(specs, peer, rank)
-        ask = getattr(work, "ask", None)  # a group that posts receives late must post this one here
-        if ask is not None:
-            ask()
-
-    return strictly if group.strict else step
-
-
-def _ahead(ins: Instruction, rank: int, group: Group) -> bool:
-    """Whether messages of a channel are asked for ahead; a group may say of some that they need no buffer before."""
-    ahead = getattr(group, "ahead", None)
-    return ahead is None or ahead(ins.peer, rank)
+    return step
 
 
 def _wait(ins: Instruction, rank: int, group: Group) -> StepFn:
-    key, writes, journal = (ins.peer, ins.number), ins.writes, group.journal
+    journal, writes = group.journal, ins.writes
     what = f"{ins.action}'s message" if ins.action is not None else "gradients"
     note = f"waiting for {what} from rank {ins.peer}"
 
-    def step(r: Registers) -> tuple[Work, tuple[int, ...]]:
-        journal(rank, note)
-        return r[-2].pop(key), writes
+    post, fetch = group.receiver(ins.peer, rank, ins.specs)
+    if fetch is None:
+        key = (ins.peer, ins.number)
 
-    if _ahead(ins, rank, group):
+        def step(r: Registers) -> tuple[Work, tuple[int, ...]]:
+            journal(rank, note)
+            return r[-2].pop(key), writes
+
         return step
-    peer, specs, slot = ins.peer, ins.specs, writes[0] if writes else -1
-    fetch = group.fetcher(peer, rank, specs)  # type: ignore[attr-defined]
+    slot = writes[0] if writes else -1
 
     def take(r: Registers) -> tuple[Work, tuple[int, ...]] | None:
-        found = fetch()
-        if found is None:
+        tensor = fetch()
+        if tensor is None:
             journal(rank, note)
-            return group.recv(specs, peer, rank), writes
-        r[slot] = found
+            return post(), writes
+        r[slot] = tensor
         return None
 
     return take

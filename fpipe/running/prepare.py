@@ -116,7 +116,7 @@ def resolve(recipe: Config, request: Request) -> Resolved:
         jobs[rank] = LoweringInput(
             request.schedule, made, request.kind_of, training=training, tied=tied, grad_specs=specs,
             wide=recipe.wide, wants_dx=request.wants_dx, phased=request.mode == "vjp",
-            wired=len(here) < recipe.group.size and not getattr(recipe.group, "at_once", False),
+            wired=len(here) < recipe.group.size and not recipe.group.at_once,
             strict=recipe.group.strict, each=request.each, overlap=recipe.overlap, copies=recipe.copies,
             layouts=request.layouts,
         )  # fmt: skip

@@ -83,7 +83,7 @@ class Results:
 
     def _unasked(self) -> bool:
         """Whether the loss is told before it is asked for; known to every process."""
-        early = getattr(self.group, "at_once", False) and not self.alone
+        early = self.group.at_once and not self.alone
         return early and len(self._sources()) == 1
 
     def leave_loss(self) -> None:

@@ -1,11 +1,11 @@
-"""Fakes and a conformance suite, public, so that one's own code and one's own groups can be tested as fpipe's are.
+"""Public fakes and a conformance suite, for tests of user code and of user-defined groups.
 
-``run`` plays a function on fake ranks in one process, deterministically, with a seeded order of events and with
-faults to order. ``conform`` asks of any group what fpipe asks of groups; local, distributed and fake ones all pass.
+``run`` runs a function on fake ranks in one process: deterministic, with a seeded order of events and with chosen
+faults. ``conform`` checks that a group does what fpipe requires; local, distributed and fake groups all pass.
 """
 
 from .conformance import CASES, conform
-from .orders import Delay, Drop, Kill, Refuse
+from .faults import Delay, Drop, Kill, Refuse
 from .play import Outcome, outcomes, run
 
 __all__ = ["CASES", "Delay", "Drop", "Kill", "Outcome", "Refuse", "conform", "outcomes", "run"]

@@ -1,14 +1,16 @@
 """A Group whose ranks are threads of a :class:`World`: messages with a seeded delay, or sends that block.
 
-``"buffered"``: a send is done at once for its rank, the message arrives later, each channel in its own order.
-``"lockstep"``: a send returns only once its receiver has asked for it, the strictest that a backend may be.
-Messages travel packed, as on a wire, and a tensor that changes while under way is found out.
+``"buffered"``: a send returns at once and its message arrives later, each channel in order.
+``"lockstep"``: a send returns only once its receive was posted, the strictest behaviour that a backend may have.
+Messages are packed as between processes, and a tensor that its sender changes before it has arrived is detected.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -16,77 +18,85 @@ from torch import Tensor
 
 from ..collectives.adapt import reduction
 from ..collectives.capabilities import Capabilities
-from ..collectives.group import Done, Work, check_message, part_of
-from ..collectives.wire import wire
+from ..collectives.group import Done, Group, Pending, Work, check_message, part_of
+from ..collectives.wire import wire_format
 from ..errors import GroupError, MismatchError, PeerError, StalledError, UnsupportedError
 from ..specs import Spec
-from .orders import Delay, Drop, Kill, Order, Refuse
+from .faults import Delay, Drop, Fault, Kill, Refuse
 from .world import Killed, World
 
 _CPU = torch.device("cpu")
+_GLOO = Capabilities.of("cpu", "gloo")
 _SPREAD = 2e-5  #: seconds within which messages arrive, at random
 
 
 @dataclass
 class _Message:
-    """Under way: what was packed, the same memory as it was then, and when it arrives."""
+    """A message under way: its packed buffers, copies of them at the time of the send, and when it arrives."""
 
     specs: tuple[Spec, ...]
-    memory: list[Tensor]
+    buffers: list[Tensor]
     copies: list[Tensor]
-    when: float
+    arrival: float
 
-    def settle(self, src: int, dst: int) -> None:
-        """From now on its sender may change what it sent; until now it must not have."""
-        pairs = zip(self.memory, self.copies, strict=False)
-        if any(not torch.equal(now.view(-1).view(torch.uint8), then.view(-1).view(torch.uint8)) for now, then in pairs):
-            raise GroupError(
-                f"rank {src} changed a tensor that was still on its way to rank {dst}; it must wait for the send"
-            )
-        self.memory = []
+    def release(self, src: int, dst: int) -> None:
+        """Check that the sender did not change the tensors until now; from now on it may."""
+        for now, then in zip(self.buffers, self.copies, strict=False):
+            if not torch.equal(now.view(-1).view(torch.uint8), then.view(-1).view(torch.uint8)):
+                raise GroupError(
+                    f"rank {src} changed a tensor that was still on its way to rank {dst}; it must wait for the send"
+                )
+        self.buffers.clear()
 
 
+@dataclass
 class _Channel:
-    def __init__(self) -> None:
-        self.sent: list[_Message | None] = []
-        self.asked = 0
-        self.settled = 0
-        self.last = 0.0
+    """From one rank to another: the messages by number, None once received or lost, and counts of both sides."""
+
+    sent: list[_Message | None] = field(default_factory=list)
+    requested: int = 0
+    settled: int = 0
+    last_arrival: float = 0.0
 
 
-class Sky:
-    """What the fake ranks of one world share: channels, meetings, and the faults that were ordered."""
+#: One collective call: what each rank called it with, as (name, value).
+_Call = dict[int, tuple[str, Any]]
 
-    def __init__(self, world: World, order: str, faults: Sequence[Order]):
+
+class Network:
+    """The channels, collective calls and faults that the fake ranks of one world share."""
+
+    def __init__(self, world: World, order: str, faults: Sequence[Fault]):
         self.world, self.faults = world, tuple(faults)
         self.lockstep = order == "lockstep"
-        self.channels: dict[tuple[int, int], _Channel] = {}
-        self.meetings: list[dict[int, tuple[str, Any]]] = []
+        self.channels: defaultdict[tuple[int, int], _Channel] = defaultdict(_Channel)
+        self.calls: defaultdict[int, _Call] = defaultdict(dict)
 
     def channel(self, src: int, dst: int) -> _Channel:
-        """From one rank to another."""
+        """The channel from one rank to another."""
+        size = len(self.world.ranks)
         for rank in (src, dst):
-            if not 0 <= rank < len(self.world.seats):
-                raise GroupError(f"rank {rank} is not in a group of {len(self.world.seats)}; ranks count from 0")
-        return self.channels.setdefault((src, dst), _Channel())
+            if not 0 <= rank < size:
+                raise GroupError(f"rank {rank} is not in a group of {size}; ranks count from 0")
+        return self.channels[src, dst]
 
-    def fate(self, src: int, dst: int, nth: int) -> Delay | Drop | None:
-        """The fault that was ordered for a message."""
+    def fault(self, src: int, dst: int, nth: int) -> Delay | Drop | None:
+        """The fault of a message, if any."""
         for fault in self.faults:
             if isinstance(fault, (Delay, Drop)) and (fault.src, fault.dst, fault.nth) == (src, dst, nth):
                 return fault
         return None
 
 
-class FakeGroup:
-    """One fake rank's view; see :func:`fpipe.testing.run`."""
+class FakeGroup(Group):
+    """The group of one fake rank; see :func:`fpipe.testing.run`."""
 
-    def __init__(self, sky: Sky, rank: int):
-        self._sky, self._world = sky, sky.world
-        self.size, self.rank, self.here = len(sky.world.seats), rank, (rank,)
-        self.timeout = sky.world.timeout
-        self.strict = sky.lockstep
-        self._met = 0
+    def __init__(self, network: Network, rank: int):
+        self._network, self._world = network, network.world
+        self.size, self.rank, self.here = len(network.world.ranks), rank, (rank,)
+        self.timeout = network.world.timeout
+        self.at_once, self.strict = False, network.lockstep
+        self._numbers = count()
 
     def __repr__(self) -> str:
         return f"fake rank {self.rank} of {self.size}"
@@ -95,243 +105,202 @@ class FakeGroup:
         """The CPU."""
         return _CPU
 
-    def _call(self, name: str) -> None:
-        """Every call comes by here: orders to die or to refuse are carried out, and another rank may go first."""
-        seat = self._world.seats[self.rank]
-        number, seat.calls = seat.calls, seat.calls + 1
-        for fault in self._sky.faults:
+    def _enter(self, name: str) -> None:
+        """Start of every call: applies Kill and Refuse, and lets another rank run first."""
+        state = self._world.ranks[self.rank]
+        number, state.calls = state.calls, state.calls + 1
+        for fault in self._network.faults:
             if isinstance(fault, Kill) and (fault.rank, fault.before) == (self.rank, number):
-                raise Killed(f"rank {self.rank} was ordered to die before call {number}")
+                raise Killed(f"rank {self.rank} was killed before call {number}")
             if isinstance(fault, Refuse) and fault.operation == name and fault.rank in (None, self.rank):
-                raise UnsupportedError(f"{name} was ordered to be refused on rank {self.rank}")
+                raise UnsupportedError(f"{name} is refused on rank {self.rank} by a Refuse fault")
         self._world.pause(self.rank, lambda: True, f"for its turn to {name}")
 
     def _until(self, ready: Callable[[], bool], peer: int, what: str) -> None:
-        """Pause until ready; a peer that is gone or late becomes an error."""
+        """Pause until ready; raises if the peer is gone or the time-out has passed."""
         world = self._world
         in_time = world.pause(self.rank, lambda: ready() or world.gone(peer), what)
         if ready():
             return
-        place = f" ({world.seats[self.rank].note})" if world.seats[self.rank].note else ""
+        note = world.ranks[self.rank].note
+        waited = f"rank {self.rank}{f' ({note})' if note else ''} waited {what}"
         if not in_time:
             raise StalledError(
-                f"rank {self.rank}{place} waited {what}, longer than timeout={self.timeout:g}. {world.last(peer)}. "
+                f"{waited}, longer than timeout={self.timeout:g}. {world.describe(peer)}. "
                 f"Look there first; raise timeout= if a step may take that long"
             )
-        raise PeerError(f"rank {self.rank}{place} waited {what}, and rank {peer} is gone. {world.last(peer)}")
+        raise PeerError(f"{waited}, and rank {peer} is gone. {world.describe(peer)}")
 
     # ---- messages -----------------------------------------------------------------------------------------------
     def send(self, tensors: tuple[Tensor, ...], src: int, dst: int, specs: tuple[Spec, ...] | None = None) -> Work:
-        """Send one message; in lockstep it returns only once it was asked for."""
+        """Send one message; in lockstep this returns only once its receive was posted."""
         if src != self.rank:
-            raise GroupError(f"rank {self.rank} cannot send for rank {src}, which lives elsewhere")
-        channel = self._sky.channel(src, dst)
-        self._call("send")
+            raise GroupError(f"rank {self.rank} cannot send for rank {src}, which runs elsewhere")
+        channel, world = self._network.channel(src, dst), self._world
+        self._enter("send")
         specs = tuple(map(Spec.of, tensors)) if specs is None else specs
-        memory = [buffer.detach() for buffer in wire(specs).pack(tensors, src, dst)]
+        buffers = [buffer.detach() for buffer in wire_format(specs).pack(tensors, src, dst)]
         number = len(channel.sent)
-        fate = self._sky.fate(src, dst, number)
-        if isinstance(fate, Drop):
+        fault = self._network.fault(src, dst, number)
+        if isinstance(fault, Drop):
             channel.sent.append(None)
-            self._world.lost += 1
+            world.lost += 1
             return Done()
-        late = fate.seconds if fate is not None else 0.0
-        spread = 0.0 if self._sky.lockstep else self._world.random.uniform(0, _SPREAD)
-        channel.last = max(channel.last, self._world.clock + spread + late)
-        message = _Message(specs, memory, [buffer.clone() for buffer in memory], channel.last)
+        late = fault.seconds if fault is not None else 0.0
+        spread = 0.0 if self.strict else world.random.uniform(0, _SPREAD)
+        arrival = channel.last_arrival = max(channel.last_arrival, world.clock + spread + late)
+        message = _Message(specs, buffers, [buffer.clone() for buffer in buffers], arrival)
         channel.sent.append(message)
-        self._world.arrivals.append(channel.last)
-        if self._sky.lockstep and src != dst:
-            self._until(lambda: channel.asked > number, dst, f"to send message {number} to rank {dst}")
-            message.settle(src, dst)
-        return _Sending(self, message, dst)
+        world.arrivals.append(arrival)
+        if self.strict and src != dst:
+            self._until(lambda: channel.requested > number, dst, f"to send message {number} to rank {dst}")
+            message.release(src, dst)
+
+        def ready() -> bool:
+            if world.clock < arrival:
+                return False
+            message.release(src, dst)
+            return True
+
+        def finish() -> tuple[Tensor, ...]:
+            self._until(lambda: world.clock >= arrival, dst, f"to send to rank {dst}")
+            message.release(src, dst)
+            return ()
+
+        return Pending(finish, ready)
 
     def recv(self, specs: tuple[Spec, ...], src: int, dst: int) -> Work:
-        """Ask for the next message of a channel."""
+        """Request the next message of a channel."""
         if dst != self.rank:
-            raise GroupError(f"rank {self.rank} cannot receive for rank {dst}, which lives elsewhere")
-        channel = self._sky.channel(src, dst)
-        self._call("recv")
-        channel.asked += 1
-        return _Receiving(self, channel, channel.asked - 1, specs, src)
+            raise GroupError(f"rank {self.rank} cannot receive for rank {dst}, which runs elsewhere")
+        channel, world = self._network.channel(src, dst), self._world
+        self._enter("recv")
+        number = channel.requested
+        channel.requested += 1
+
+        def arrived() -> bool:
+            message = channel.sent[number] if number < len(channel.sent) else None
+            return message is not None and world.clock >= message.arrival
+
+        def ready() -> bool:
+            world.pause(dst, lambda: True, "for its turn to look")  # a loop that polls must let the others run
+            return arrived()
+
+        def finish() -> tuple[Tensor, ...]:
+            self._until(arrived, src, f"for message {number} of rank {src}")
+            message, channel.sent[number] = channel.sent[number], None
+            assert message is not None
+            message.release(src, dst)
+            tensors = wire_format(message.specs).unpack(message.copies, _CPU)
+            check_message(tensors, specs, src, dst)
+            return tensors
+
+        return Pending(finish, ready)
 
     def settle(self, dst: int, count: int) -> None:
-        """Let go of the oldest sends, waiting, as a backend does, for receivers that have not yet asked for them."""
-        self._call("settle")
-        channel = self._sky.channel(self.rank, dst)
+        """Release the oldest sends; as a backend does, wait for receivers that have not requested them."""
+        self._enter("settle")
+        channel = self._network.channel(self.rank, dst)
         for number in range(channel.settled, min(channel.settled + count, len(channel.sent))):
             what = f"to let go of message {number} to rank {dst}, which has not asked for it"
-            self._until(lambda number=number: channel.asked > number, dst, what)
+            self._until(lambda number=number: channel.requested > number, dst, what)
             channel.settled += 1
 
     def flush(self) -> None:
-        """Wait until what this rank sent has arrived."""
-        self._call("flush")
-        for (src, dst), channel in list(self._sky.channels.items()):
-            if src == self.rank:
-                self._until(lambda when=channel.last: self._world.clock >= when, dst, f"to send to rank {dst}")
-                for message in channel.sent:
-                    if message is not None:
-                        message.settle(src, dst)
+        """Wait until all messages of this rank have arrived."""
+        self._enter("flush")
+        for (src, dst), channel in list(self._network.channels.items()):
+            if src != self.rank:
+                continue
+            self._until(lambda end=channel.last_arrival: self._world.clock >= end, dst, f"to send to rank {dst}")
+            for message in channel.sent:
+                if message is not None:
+                    message.release(src, dst)
 
     # ---- all ranks ----------------------------------------------------------------------------------------------
-    def _meet(self, name: str, said: Any) -> list[Any]:
-        """Everybody says one thing; what each said, by rank. Ranks that came for different things are told."""
-        return self._hear(name, self._come(name, said))
+    def _start(self, name: str, value: Any) -> Callable[[], list[Any]]:
+        """Take part in the next collective call; the returned function waits for the values of all ranks."""
+        self._enter(name.split()[0])
+        call = self._network.calls[next(self._numbers)]
+        call[self.rank] = (name, value)
 
-    def _come(self, name: str, said: Any) -> dict[int, tuple[str, Any]]:
-        """Say one's thing and go on."""
-        self._call(name.split()[0])
-        number, self._met = self._met, self._met + 1
-        while len(self._sky.meetings) <= number:
-            self._sky.meetings.append({})
-        meeting = self._sky.meetings[number]
-        meeting[self.rank] = (name, said)
-        return meeting
+        def values() -> list[Any]:
+            for rank in range(self.size):
+                self._until(lambda rank=rank: rank in call, rank, f"for rank {rank} to come to {name}")
+            for rank in range(self.size):
+                if call[rank][0] != name:
+                    raise MismatchError(
+                        f"rank {self.rank} came to {name} and rank {rank} to {call[rank][0]}; all ranks must call "
+                        f"the same collectives in one order"
+                    )
+            return [call[rank][1] for rank in range(self.size)]
 
-    def _hear(self, name: str, meeting: dict[int, tuple[str, Any]]) -> list[Any]:
-        """Wait for what the others say."""
-        for rank in range(self.size):
-            self._until(lambda rank=rank: rank in meeting, rank, f"for rank {rank} to come to {name}")
-        other = next((rank for rank in range(self.size) if meeting[rank][0] != name), None)
-        if other is not None:
-            raise MismatchError(
-                f"rank {self.rank} came to {name} and rank {other} to {meeting[other][0]}; all ranks must call the "
-                f"same collectives in one order"
-            )
-        return [meeting[rank][1] for rank in range(self.size)]
+        return values
 
     def share(self, tensors: tuple[Tensor, ...] | None, specs: tuple[Spec, ...], src: int) -> tuple[Tensor, ...]:
-        """Everybody gets copies of what rank ``src`` has."""
-        mine = None
+        """Copies of the tensors of rank ``src``."""
+        form, buffers = wire_format(specs), None
         if src == self.rank:
             if tensors is None:
                 raise GroupError(f"share needs the tensors of rank {src}, which is this one; got None")
-            mine = [buffer.clone() for buffer in wire(specs).pack(tensors, src, src)]
-        found = self._meet(f"share from rank {src}", mine)[src]
-        return tensors if tensors is not None and src == self.rank else wire(specs).unpack(found, _CPU)
+            buffers = [buffer.clone() for buffer in form.pack(tensors, src, src)]
+        received = self._start(f"share from rank {src}", buffers)()[src]
+        return tensors if tensors is not None and src == self.rank else form.unpack(received, _CPU)
 
     def gather_objects(self, obj: object) -> list[Any]:
-        """What each rank said."""
-        return self._meet("gather_objects", obj)
+        """The object of each rank."""
+        return self._start("gather_objects", obj)()
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """By rank, in ascending order."""
-        way = reduction(Capabilities.of("cpu", "gloo"), op, tensor.dtype)
-        pieces = self._meet(f"all_reduce {op} {Spec.of(tensor)}", tensor.detach().to(way.carry, copy=True))
-        return self._reduced(pieces, op, tensor.dtype)
-
-    def _reduced(self, pieces: list[Tensor], op: str, dtype: torch.dtype) -> Tensor:
-        stacked = torch.stack(pieces)
-        if op in ("sum", "mean"):
-            found = pieces[0].clone()
-            for piece in pieces[1:]:
-                found += piece
-            found = found / self.size if op == "mean" else found
-        else:
-            found = stacked.amax(0) if op == "max" else stacked.amin(0)
-        return found != 0 if dtype == torch.bool else found.to(dtype)
+        """In the order of ranks."""
+        values = self._start(f"all_reduce {op} {Spec.of(tensor)}", _carried(tensor, op))
+        return _reduced(values(), op, tensor.dtype)
 
     def start_reduce(self, memory: Tensor, op: str = "sum", *, scatter: bool = False) -> Work:
-        """As all_reduce; the others are waited for when the result is."""
-        way = reduction(Capabilities.of("cpu", "gloo"), op, memory.dtype)
+        """As all_reduce; the wait is for the other ranks."""
         part_of(memory, 0, self.size if scatter else 1)
-        name = f"start_reduce {op} {Spec.of(memory)}{' scattered' * scatter}"
-        meeting = self._come(name, memory.detach().to(way.carry, copy=True))
+        values = self._start(f"start_reduce {op} {Spec.of(memory)}{' scattered' * scatter}", _carried(memory, op))
 
-        def finish() -> Tensor:
-            found = self._reduced(self._hear(name, meeting), op, memory.dtype)
-            return part_of(found, self.rank, self.size).clone() if scatter else found
+        def finish() -> tuple[Tensor, ...]:
+            total = _reduced(values(), op, memory.dtype)
+            return (part_of(total, self.rank, self.size).clone() if scatter else total,)
 
-        return _Later(finish)
+        return Pending(finish)
 
     def start_gather(self, memory: Tensor) -> Work:
-        """Own part told, the others' heard when the whole is waited for."""
-        name = f"start_gather {Spec.of(memory)}"
-        meeting = self._come(name, part_of(memory, self.rank, self.size).detach().clone())
-
-        def finish() -> Tensor:
-            return memory.copy_(torch.cat(self._hear(name, meeting)))
-
-        return _Later(finish)
+        """Contributes a copy of this rank's part; the wait is for those of the other ranks."""
+        part = part_of(memory, self.rank, self.size).detach().clone()
+        values = self._start(f"start_gather {Spec.of(memory)}", part)
+        return Pending(lambda: (memory.copy_(torch.cat(values())),))
 
     def barrier(self) -> None:
-        """Everybody comes."""
-        self._meet("barrier", None)
+        """Wait for all ranks."""
+        self._start("barrier", None)()
 
+    # ---- faults -------------------------------------------------------------------------------------------------
     def journal(self, rank: int, text: str) -> None:
-        """StageFacts in the others' errors."""
-        self._world.seats[self.rank].note = text
+        """Record what a rank does next, for errors of the others."""
+        self._world.ranks[rank].note = text
+
+    def last_note(self, rank: int) -> str:
+        """The last journal entry of a rank."""
+        return self._world.ranks[rank].note
 
     def failed(self, error: BaseException) -> None:
-        """The world sees it anyway."""
+        """The world records errors itself."""
 
 
-class _Later:
-    """A collective that this rank has come to; it waits for the others when its result is wanted."""
-
-    def __init__(self, finish: Callable[[], Tensor]):
-        self._finish: Callable[[], Tensor] | None = finish
-        self._found: tuple[Tensor, ...] = ()
-
-    def done(self) -> bool:
-        return self._finish is None
-
-    def wait(self) -> tuple[Tensor, ...]:
-        if self._finish is not None:
-            self._found, self._finish = (self._finish(),), None
-        return self._found
+def _carried(tensor: Tensor, op: str) -> Tensor:
+    return tensor.detach().to(reduction(_GLOO, op, tensor.dtype).carry, copy=True)
 
 
-class _Sending:
-    def __init__(self, group: FakeGroup, message: _Message, dst: int):
-        self._group, self._message, self._dst = group, message, dst
-
-    def _arrived(self) -> bool:
-        return self._group._world.clock >= self._message.when
-
-    def done(self) -> bool:
-        if self._arrived():
-            self._message.settle(self._group.rank, self._dst)
-            return True
-        return False
-
-    def wait(self) -> tuple[Tensor, ...]:
-        self._group._until(self._arrived, self._dst, f"to send to rank {self._dst}")
-        self._message.settle(self._group.rank, self._dst)
-        return ()
-
-
-class _Receiving:
-    def __init__(self, group: FakeGroup, channel: _Channel, number: int, specs: tuple[Spec, ...], src: int):
-        self._group, self._channel, self._number = group, channel, number
-        self._specs, self._src = specs, src
-        self._tensors: tuple[Tensor, ...] | None = None
-
-    def _message(self) -> _Message | None:
-        sent = self._channel.sent
-        return sent[self._number] if self._number < len(sent) else None
-
-    def _arrived(self) -> bool:
-        message = self._message()
-        return message is not None and self._group._world.clock >= message.when
-
-    def done(self) -> bool:
-        """Polling lets the others run: a loop that asks must come to an end."""
-        if self._tensors is None:
-            self._group._world.pause(self._group.rank, lambda: True, "for its turn to look")
-        return self._tensors is not None or self._arrived()
-
-    def wait(self) -> tuple[Tensor, ...]:
-        if self._tensors is not None:
-            return self._tensors
-        group, src = self._group, self._src
-        group._until(self._arrived, src, f"for message {self._number} of rank {src}")
-        message = self._message()
-        assert message is not None
-        message.settle(src, group.rank)
-        found = wire(message.specs).unpack(message.copies, _CPU)
-        check_message(found, self._specs, src, group.rank)
-        self._channel.sent[self._number] = None  # kept by nobody but its receiver
-        self._tensors = found
-        return found
+def _reduced(pieces: list[Tensor], op: str, dtype: torch.dtype) -> Tensor:
+    if op in ("max", "min"):
+        stacked = torch.stack(pieces)
+        result = stacked.amax(0) if op == "max" else stacked.amin(0)
+    else:
+        result = pieces[0].clone()
+        for piece in pieces[1:]:  # in the order of ranks: the same bits on all of them
+            result += piece
+        result = result / len(pieces) if op == "mean" else result
+    return result != 0 if dtype == torch.bool else result.to(dtype)

@@ -1,4 +1,4 @@
-"""``run`` and ``outcomes``: a function of a group, played on fake ranks in this process."""
+"""``run`` and ``outcomes``: run a function of a group on fake ranks in this process."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import GroupError, LaunchError, PeerError, StalledError
-from .fake import FakeGroup, Sky
-from .orders import Order
+from .fake import FakeGroup, Network
+from .faults import Fault
 from .world import Killed, World
 
 _ORDERS = ("buffered", "lockstep")
@@ -16,7 +16,7 @@ _ORDERS = ("buffered", "lockstep")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank ended: what it returned, or what it raised (as the ``nth`` to fail), or that it was ordered to die."""
+    """How a rank ended: its result, its error (it was the ``nth`` to fail), or that a fault killed it."""
 
     rank: int
     value: Any = None
@@ -31,14 +31,14 @@ def run(
     *,
     order: str = "buffered",
     seed: int = 0,
-    faults: Sequence[Order] = (),
+    faults: Sequence[Fault] = (),
     timeout: float = 60.0,
 ) -> list[Any]:
-    """Play ``fn(group)`` on fake ranks in this process; what each returned, by rank.
+    """Run ``fn(group)`` on fake ranks in this process; the results by rank.
 
-    One rank runs at a time, and who is next is drawn from ``seed``: the same seed plays the same run. The first rank
-    that raises ends the run with its error. ``order="lockstep"`` makes every send block until it is received.
-    ``timeout`` is in the world's own seconds, which take no time.
+    One rank runs at a time, and the next one is drawn from ``seed``: the same seed gives the same run. The first error
+    of a rank is raised. ``order="lockstep"`` makes every send block until its receive is posted. ``timeout`` is in
+    seconds of a simulated clock, which take no time.
 
     >>> def ring(group):
     ...     import torch; from fpipe.specs import Spec
@@ -49,20 +49,20 @@ def run(
     >>> run(ring, ranks=4), run(ring, ranks=4, order="lockstep", seed=3)
     ([3, 0, 1, 2], [3, 0, 1, 2])
     """
-    ended = outcomes(fn, ranks, order=order, seed=seed, faults=faults, timeout=timeout)
-    failed = sorted((outcome for outcome in ended if outcome.error is not None), key=_cause_first)
+    ends = outcomes(fn, ranks, order=order, seed=seed, faults=faults, timeout=timeout)
+    failed = sorted((outcome for outcome in ends if outcome.error is not None), key=_cause_first)
     for outcome in failed[:1]:
         assert outcome.error is not None
         outcome.error.add_note(f"on fake rank {outcome.rank} of {ranks}, order={order!r}, seed={seed}")
         raise outcome.error
-    dead = [outcome.rank for outcome in ended if outcome.killed]
+    dead = [outcome.rank for outcome in ends if outcome.killed]
     if dead:
-        raise LaunchError(f"ranks {dead} were ordered to die, and the others never missed them")
-    return [outcome.value for outcome in ended]
+        raise LaunchError(f"ranks {dead} were killed by faults, and no other rank noticed")
+    return [outcome.value for outcome in ends]
 
 
 def _cause_first(outcome: Outcome) -> tuple[bool, int]:
-    """A rank that only missed another one is a consequence; among the rest the earliest counts."""
+    """Errors about other ranks are consequences and sort last; among the rest the earliest is first."""
     return isinstance(outcome.error, (PeerError, StalledError)), outcome.nth
 
 
@@ -72,10 +72,10 @@ def outcomes(
     *,
     order: str = "buffered",
     seed: int = 0,
-    faults: Sequence[Order] = (),
+    faults: Sequence[Fault] = (),
     timeout: float = 60.0,
 ) -> list[Outcome]:
-    """The same, but every rank plays to its end, and how each ended comes back, by rank.
+    """As :func:`run`, but every rank runs to its end; how each ended, by rank.
 
     >>> from fpipe.testing import Kill
     >>> [type(outcome.error).__name__ for outcome in outcomes(lambda group: group.barrier(), 2, faults=[Kill(1, 0)])]
@@ -84,25 +84,25 @@ def outcomes(
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise GroupError(f"ranks={ranks!r}; give a whole number of ranks, 1 at least")
     if order not in _ORDERS:
-        raise GroupError(f"order={order!r}; there are {' and '.join(_ORDERS)}")
+        raise GroupError(f"order={order!r}; the orders are {' and '.join(_ORDERS)}")
     world = World(ranks, seed, timeout)
-    sky = Sky(world, order, faults)
+    network = Network(world, order, faults)
     values: list[Any] = [None] * ranks
 
     def part(rank: int) -> Callable[[], None]:
-        def act() -> None:
-            values[rank] = fn(FakeGroup(sky, rank))
+        def call() -> None:
+            values[rank] = fn(FakeGroup(network, rank))
 
-        return act
+        return call
 
     world.play([part(rank) for rank in range(ranks)])
     return [
         Outcome(
-            seat.rank,
-            values[seat.rank],
-            None if isinstance(seat.error, Killed) else seat.error,
-            isinstance(seat.error, Killed),
-            world.failures.index(seat.rank) if seat.error is not None else -1,
+            state.rank,
+            values[state.rank],
+            None if isinstance(state.error, Killed) else state.error,
+            isinstance(state.error, Killed),
+            world.failures.index(state.rank) if state.error is not None else -1,
         )
-        for seat in world.seats
+        for state in world.ranks
     ]

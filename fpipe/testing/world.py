@@ -1,8 +1,8 @@
-"""A world of ranks that take turns: one thread each, one baton, a clock of its own, and a seeded choice of who is next.
+"""A world of ranks that run in turn: one thread per rank, a simulated clock, and a seeded choice of the next rank.
 
-Whoever would block hands the baton on. When nobody can run, the clock jumps to the next thing that will happen; when
-nothing will, everybody is told that all wait. Nothing sleeps, so a time-out of a minute passes at once. Knows no
-messages: those are in ``fake``.
+A rank that would block yields its turn. When no rank can run, the clock advances to the next event; without one, all
+ranks raise DeadlockError. Nothing sleeps, so a time-out of a minute passes at once. This module must not know messages:
+those are in ``fake``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _TICK = 1e-6
 
 
 class Killed(BaseException):
-    """Ends the thread of a rank that was ordered to die; nothing but the world catches it."""
+    """Ends the thread of a rank with a Kill fault; only the world catches it."""
 
 
 @dataclass
 class Waiting:
-    """Why a rank does not run: what would let it go on, until when it waits, and in words for whom."""
+    """Why a rank does not run: the condition it waits for, as text as well, and its time-out."""
 
     ready: Callable[[], bool]
     what: str
@@ -31,8 +31,8 @@ class Waiting:
 
 
 @dataclass
-class Seat:
-    """One rank: its turn, why it waits, and how it ended."""
+class RankState:
+    """One rank: its turn, why it waits, how it ended, its calls of the group so far, and its last journal entry."""
 
     rank: int
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -44,10 +44,10 @@ class Seat:
 
 
 class World:
-    """Seats, clock and baton. Every method but ``play`` is called by the rank that holds the baton."""
+    """Ranks, clock and turns. Every method except ``play`` is called by the rank whose turn it is."""
 
     def __init__(self, ranks: int, seed: int, timeout: float):
-        self.seats = [Seat(rank) for rank in range(ranks)]
+        self.ranks = [RankState(rank) for rank in range(ranks)]
         self.random = random.Random(seed)
         self.clock = 0.0
         self.timeout = timeout
@@ -59,35 +59,35 @@ class World:
 
     # ---- turns --------------------------------------------------------------------------------------------------
     def play(self, parts: list[Callable[[], None]]) -> None:
-        """Run one part per seat to its end."""
+        """Run one function per rank to its end."""
         threads = [
-            threading.Thread(target=self._act, args=(seat, part), name=f"fpipe-fake-{seat.rank}", daemon=True)
-            for seat, part in zip(self.seats, parts, strict=True)
+            threading.Thread(target=self._run, args=(state, part), name=f"fpipe-fake-{state.rank}", daemon=True)
+            for state, part in zip(self.ranks, parts, strict=True)
         ]
         for thread in threads:
             thread.start()
-        self._pass_on()
+        self._end_turn()
         self._over.wait()
         for thread in threads:
             thread.join()
 
-    def _act(self, seat: Seat, part: Callable[[], None]) -> None:
-        seat.turn.acquire()
+    def _run(self, state: RankState, part: Callable[[], None]) -> None:
+        state.turn.acquire()
         try:
             part()
         except BaseException as error:
-            seat.error = error
-            self.failures.append(seat.rank)
-        seat.ended = True
-        self._pass_on()
+            state.error = error
+            self.failures.append(state.rank)
+        state.ended = True
+        self._end_turn()
 
     def pause(self, rank: int, ready: Callable[[], bool], what: str) -> bool:
-        """Hand the baton on until ``ready``; False where the time-out passed first. All waiting: DeadlockError."""
-        seat = self.seats[rank]
-        seat.waiting = Waiting(ready, what, self.clock + self.timeout)
-        self._pass_on()
-        seat.turn.acquire()
-        waiting, seat.waiting = seat.waiting, None
+        """Let others run until ``ready``; False if the time-out passed first. DeadlockError if all ranks wait."""
+        state = self.ranks[rank]
+        state.waiting = Waiting(ready, what, self.clock + self.timeout)
+        self._end_turn()
+        state.turn.acquire()
+        waiting, state.waiting = state.waiting, None
         if ready():
             return True
         if self.stuck is not None:
@@ -95,48 +95,46 @@ class World:
         assert self.clock >= waiting.deadline
         return False
 
-    def _pass_on(self) -> None:
-        seat = self._next()
-        if seat is None:
+    def _end_turn(self) -> None:
+        state = self._next()
+        if state is None:
             self._over.set()
         else:
-            seat.turn.release()
+            state.turn.release()
 
-    def _next(self) -> Seat | None:
+    def _next(self) -> RankState | None:
         self.clock += _TICK
         while True:
-            alive = [seat for seat in self.seats if not seat.ended]
-            able = [seat for seat in alive if self.stuck or self._able(seat)]
+            alive = [state for state in self.ranks if not state.ended]
+            able = [state for state in alive if self.stuck or self._able(state)]
             if able or not alive:
                 return self.random.choice(able) if able else None
             self._jump(alive)
 
-    def _able(self, seat: Seat) -> bool:
-        return seat.waiting is None or seat.waiting.ready() or self.clock >= seat.waiting.deadline
+    def _able(self, state: RankState) -> bool:
+        return state.waiting is None or state.waiting.ready() or self.clock >= state.waiting.deadline
 
-    def _jump(self, alive: list[Seat]) -> None:
-        """To the next arrival or time-out; to a standstill where no message is under way or lost."""
+    def _jump(self, alive: list[RankState]) -> None:
+        """Advance the clock to the next arrival or time-out; all are stuck if no message is under way or lost."""
         self.arrivals = [when for when in self.arrivals if when > self.clock]
         if not self.arrivals and not self.lost:
-            told = "; ".join(f"rank {seat.rank} waits {seat.waiting.what}" for seat in alive if seat.waiting)
-            self.stuck = f"every rank waits and nothing is under way: {told}. One of them must send before it waits"
+            waits = "; ".join(f"rank {state.rank} waits {state.waiting.what}" for state in alive if state.waiting)
+            self.stuck = f"every rank waits and nothing is under way: {waits}. One of them must send before it waits"
             return
-        ends = [seat.waiting.deadline for seat in alive if seat.waiting]
+        ends = [state.waiting.deadline for state in alive if state.waiting]
         self.clock = min(self.arrivals + ends)
 
-    # ---- what a rank asks ---------------------------------------------------------------------------------------
+    # ---- state of ranks -----------------------------------------------------------------------------------------
     def gone(self, rank: int) -> bool:
-        """Whether a rank died or raised."""
-        return self.seats[rank].ended and self.seats[rank].error is not None
+        """Whether a rank was killed or raised."""
+        return self.ranks[rank].ended and self.ranks[rank].error is not None
 
-    def left(self, rank: int) -> bool:
-        """Whether a rank has returned, and so will do nothing more."""
-        return self.seats[rank].ended
-
-    def last(self, rank: int) -> str:
-        """What is known of a rank, as a sentence."""
-        seat = self.seats[rank]
-        known = f"Rank {rank}'s last known action was {seat.note}" if seat.note else f"Nothing is known of rank {rank}"
-        if isinstance(seat.error, GroupError) or seat.error is None or isinstance(seat.error, Killed):
+    def describe(self, rank: int) -> str:
+        """The last action and the error of a rank, as a sentence."""
+        state = self.ranks[rank]
+        known = (
+            f"Rank {rank}'s last known action was {state.note}" if state.note else f"Nothing is known of rank {rank}"
+        )
+        if isinstance(state.error, GroupError) or state.error is None or isinstance(state.error, Killed):
             return known
-        return f"{known}; it raised {type(seat.error).__name__}: {seat.error}"
+        return f"{known}; it raised {type(state.error).__name__}: {state.error}"

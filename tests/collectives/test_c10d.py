@@ -13,8 +13,7 @@ from fpipe import launch
 from fpipe.collectives.c10d import C10dGroup
 from fpipe.collectives.group import Group
 from fpipe.collectives.setup import adopt, init
-from fpipe.collectives.shared_memory import _futex
-from fpipe.collectives.shared_memory.nearby import SWITCH
+from fpipe.collectives.shared_memory import SWITCH, _native
 from fpipe.command.doctor import command, probe, visit
 from fpipe.errors import GroupError
 from fpipe.specs import Spec
@@ -56,7 +55,7 @@ def _gloo() -> dict:
 def test_gloo_conforms(ranks: int, shared: str):
     """With messages through shared memory, which is what processes of one host have, and through sockets."""
     for rank, found in enumerate(launch(_gloo, ranks=ranks, timeout=100, env={SWITCH: shared})):
-        assert found["at_once"] == (_futex.AVAILABLE and shared == "1")
+        assert found["at_once"] == (_native.AVAILABLE and shared == "1")
         assert found["names"] == [case.__name__ for case in CASES]
         assert found["again"]
         assert found["protocol"]
@@ -148,7 +147,7 @@ def test_a_process_group_of_ones_own_is_used():
     size, said = launch(_over_ones_own, ranks=2, timeout=60)[0]
     assert size == 2
     assert said[0] == "pp=3 x dp=1 is not the 2 processes that were started; start 3, or leave pp out"
-    assert said[1].startswith("pp=(what is left) x dp=3 is not the 2")
+    assert said[1].startswith("pp=(the rest) x dp=3 is not the 2")
     assert said[2].startswith("pp=2 x dp=2 is not the 2")
 
 

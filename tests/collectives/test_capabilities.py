@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fpipe.collectives import capabilities
-from fpipe.collectives.adapt import OPS, Road, Way, reduction, road
+from fpipe.collectives.adapt import OPS, Reduction, Sending, reduction, sending
 from fpipe.collectives.capabilities import DTYPES, HABITS, MOVES, REDUCTIONS, TABLE, Capabilities, Status, dtype_class
 from fpipe.errors import UnsupportedError
 
@@ -71,27 +71,27 @@ def test_every_dtype_has_a_class():
 @pytest.mark.parametrize(
     ("can", "op", "dtype", "way"),
     [
-        (GLOO, "mean", F32, Way("mean", "avg", F32)),  # on the allow-list
-        (XCCL, "mean", F32, Way("mean", "sum", F32, divide=True)),  # divides twice
-        (NCCL, "mean", BF16, Way("mean", "sum", BF16, divide=True)),
-        (NOBODY, "mean", F32, Way("mean", "sum", F32, divide=True)),
-        (XCCL, "max", F32, Way("max", "gather", F32)),  # reported as sum
-        (GLOO, "max", BF16, Way("max", "max", BF16)),
-        (GLOO, "sum", BOOL, Way("max", "max", U8)),  # a sum of 256 uint8 ones would be none
-        (GLOO, "min", BOOL, Way("min", "min", U8)),
-        (XCCL, "sum", BOOL, Way("max", "gather", U8)),
-        (GLOO, "sum", I16, Way("sum", "sum", torch.int32)),
-        (GLOO, "mean", torch.float8_e4m3fn, Way("mean", "avg", F32)),
-        (Capabilities.of("cpu", "mpi"), "mean", BF16, Way("mean", "sum", F32, divide=True)),
+        (GLOO, "mean", F32, Reduction("mean", "avg", F32)),  # on the allow-list
+        (XCCL, "mean", F32, Reduction("mean", "sum", F32, divide=True)),  # divides twice
+        (NCCL, "mean", BF16, Reduction("mean", "sum", BF16, divide=True)),
+        (NOBODY, "mean", F32, Reduction("mean", "sum", F32, divide=True)),
+        (XCCL, "max", F32, Reduction("max", "gather", F32)),  # reported as sum
+        (GLOO, "max", BF16, Reduction("max", "max", BF16)),
+        (GLOO, "sum", BOOL, Reduction("max", "max", U8)),  # a sum of 256 uint8 ones would be none
+        (GLOO, "min", BOOL, Reduction("min", "min", U8)),
+        (XCCL, "sum", BOOL, Reduction("max", "gather", U8)),
+        (GLOO, "sum", I16, Reduction("sum", "sum", torch.int32)),
+        (GLOO, "mean", torch.float8_e4m3fn, Reduction("mean", "avg", F32)),
+        (Capabilities.of("cpu", "mpi"), "mean", BF16, Reduction("mean", "sum", F32, divide=True)),
     ],
 )
-def test_ways_of_reductions(can: Capabilities, op: str, dtype: torch.dtype, way: Way):
+def test_methods_of_reductions(can: Capabilities, op: str, dtype: torch.dtype, way: Reduction):
     assert reduction(can, op, dtype) == way
 
 
 def test_over_the_cpu_where_the_group_carries_it_too():
-    assert reduction(XCCL, "max", F32, GLOO) == Way("max", "max", F32, staged=True)
-    assert reduction(XCCL, "sum", F32, GLOO) == Way("sum", "sum", F32)
+    assert reduction(XCCL, "max", F32, GLOO) == Reduction("max", "max", F32, staged=True)
+    assert reduction(XCCL, "sum", F32, GLOO) == Reduction("sum", "sum", F32)
     assert reduction(Capabilities.of("mps", "gloo"), "sum", F32, GLOO).staged
 
 
@@ -116,7 +116,7 @@ def test_no_way_asks_for_what_is_not_known_to_be_right(can: Capabilities, op: st
         ("mean", I64, "a mean of torch.int64 would be rounded or refused; convert"),
         ("mean", BOOL, "a mean of torch.bool"),
         ("max", torch.complex64, "torch.complex64 has no order"),
-        ("median", F32, "no reduction is called 'median'; there are sum, mean, max, min"),
+        ("median", F32, "there is no reduction 'median'; the reductions are sum, mean, max, min"),
         ("sum", torch.uint64, "no wider dtype to reduce uint64"),
     ],
 )
@@ -132,23 +132,23 @@ def test_a_backend_that_cannot_and_no_other_way():
     ):
         reduction(mps, "sum", F32)
     with pytest.raises(UnsupportedError, match="not known to carry tensors of mps"):
-        road(mps, F32)
+        sending(mps, F32)
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("can", "dtype", "cpu", "expected"),
     [
-        (GLOO, torch.float8_e4m3fn, None, Road(bytes=False, staged=False, early=True, apart=False)),
-        (NCCL, torch.float8_e4m3fn, None, Road(bytes=True, staged=False, early=True, apart=True)),
-        (XCCL, F32, GLOO, Road(bytes=False, staged=False, early=False, apart=True)),
-        (Capabilities.of("npu", "hccl"), BOOL, None, Road(bytes=True, staged=False, early=False, apart=True)),
-        (Capabilities.of("mps", "gloo"), F32, GLOO, Road(bytes=False, staged=True, early=True, apart=False)),
-        (NOBODY, BF16, None, Road(bytes=True, staged=False, early=False, apart=True)),
+        (GLOO, torch.float8_e4m3fn, None, Sending(bytes=False, staged=False, early=True, apart=False)),
+        (NCCL, torch.float8_e4m3fn, None, Sending(bytes=True, staged=False, early=True, apart=True)),
+        (XCCL, F32, GLOO, Sending(bytes=False, staged=False, early=False, apart=True)),
+        (Capabilities.of("npu", "hccl"), BOOL, None, Sending(bytes=True, staged=False, early=False, apart=True)),
+        (Capabilities.of("mps", "gloo"), F32, GLOO, Sending(bytes=False, staged=True, early=True, apart=False)),
+        (NOBODY, BF16, None, Sending(bytes=True, staged=False, early=False, apart=True)),
     ],
 )
-def test_roads_of_messages(can: Capabilities, dtype: torch.dtype, cpu: Capabilities | None, expected: Road):
-    assert road(can, dtype, cpu) == expected
+def test_methods_of_messages(can: Capabilities, dtype: torch.dtype, cpu: Capabilities | None, expected: Sending):
+    assert sending(can, dtype, cpu) == expected
 
 
 def test_the_table_cannot_be_changed():

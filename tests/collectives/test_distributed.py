@@ -14,7 +14,7 @@ import pytest
 
 import fpipe
 import training_steps
-from fpipe.collectives.shared_memory.nearby import SWITCH
+from fpipe.collectives.shared_memory import SWITCH
 from fpipe.testing import run
 from schedule_table import TABLE
 

@@ -7,7 +7,6 @@ import re
 import signal
 import time
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from fpipe import init, launch
 from fpipe.collectives.c10d import C10dGroup
 from fpipe.collectives.setup import adopt
-from fpipe.collectives.shared_memory.nearby import SWITCH
+from fpipe.collectives.shared_memory import SWITCH
 from fpipe.errors import GroupError, LaunchError
 from fpipe.specs import Spec
 
@@ -31,8 +30,7 @@ def _ring(folder: str, how: str) -> None:
     group = init(timeout=60)  # to start may take long where there are few cores
     assert isinstance(group, C10dGroup)
     group.barrier()
-    group.timeout = group._watch.timeout = group._meeting._timeout = TIMEOUT
-    group._limit = timedelta(seconds=TIMEOUT)
+    group._monitor.timeout = TIMEOUT
     rank, begin = group.rank, time.monotonic()
     Path(folder, f"pid{rank}").write_text(str(os.getpid()))
     try:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fpipe.collectives.local import local
-from fpipe.collectives.wire import ALIGN, ALONE, layout, wire
+from fpipe.collectives.wire import ALIGN, ALONE, layout, wire_format
 from fpipe.errors import DeadlockError, GroupError, MismatchError
 from fpipe.specs import Spec, arriving, contiguous
 
@@ -43,12 +43,12 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 @given(st.lists(tensors(), max_size=5))
 def test_what_is_packed_arrives(sent: list[torch.Tensor]):
     specs = tuple(map(Spec.of, sent))
-    buffers = wire(specs).pack(sent, 0, 1)
-    landing = wire(specs).empty(CPU)
+    buffers = wire_format(specs).pack(sent, 0, 1)
+    landing = wire_format(specs).empty(CPU)
     for buffer, place in zip(buffers, landing, strict=True):
         assert buffer.is_contiguous()
         place.view(-1).copy_(buffer.view(-1))  # the wire carries bytes, no shapes
-    for before, after, spec in zip(sent, wire(specs).unpack(landing, CPU), specs, strict=True):
+    for before, after, spec in zip(sent, wire_format(specs).unpack(landing, CPU), specs, strict=True):
         assert after.dtype == before.dtype and after.shape == before.shape
         assert torch.equal(bits(after), bits(before))
         assert after.stride() == spec.stride
@@ -88,7 +88,7 @@ def test_few_buffers():
 
 def test_a_large_tensor_is_not_copied():
     x = torch.zeros(ALONE)
-    (buffer,) = wire((Spec.of(x),)).pack((x,), 0, 1)
+    (buffer,) = wire_format((Spec.of(x),)).pack((x,), 0, 1)
     assert buffer.data_ptr() == x.data_ptr()
 
 
@@ -96,23 +96,23 @@ def test_planned_strides_win_over_real_ones():
     """A tensor whose real strides are not those of the fake run would arrive scrambled."""
     x = torch.arange(6.0).view(2, 3)
     spec = Spec((2, 3), (1, 2), torch.float32)
-    (buffer,) = wire((spec,)).pack((x,), 0, 1)
+    (buffer,) = wire_format((spec,)).pack((x,), 0, 1)
     assert buffer.tolist() == [0, 3, 1, 4, 2, 5]
     with pytest.raises(MismatchError, match=r"contiguous\(\)"):
-        wire((Spec((2, 3), (0, 1), torch.float32),)).pack((x,), 0, 1)
+        wire_format((Spec((2, 3), (0, 1), torch.float32),)).pack((x,), 0, 1)
 
 
 def test_lazy_conjugates_are_made_real():
     x = torch.tensor([1 + 2j, 3 - 4j]).conj()
-    assert wire((Spec.of(x),)).pack((x,), 0, 1)[0].resolve_conj().tolist() == [1 - 2j, 3 + 4j]
+    assert wire_format((Spec.of(x),)).pack((x,), 0, 1)[0].resolve_conj().tolist() == [1 - 2j, 3 + 4j]
     y = x.expand(3, 2)
-    assert wire((Spec.of(y),)).pack((y,), 0, 1)[0].tolist() == [1 - 2j, 3 + 4j]
+    assert wire_format((Spec.of(y),)).pack((y,), 0, 1)[0].tolist() == [1 - 2j, 3 + 4j]
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(2, 1), torch.zeros(2, dtype=torch.float64)])
 def test_what_does_not_fit_is_not_sent(wrong: torch.Tensor):
     with pytest.raises(MismatchError, match=r"rank 3 to rank 1 is .*expected float32\[2\]"):
-        wire((Spec((2,), (1,), torch.float32),)).pack((wrong,), 3, 1)
+        wire_format((Spec((2,), (1,), torch.float32),)).pack((wrong,), 3, 1)
 
 
 # ---- the local group ------------------------------------------------------------------------------------------------

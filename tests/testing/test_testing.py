@@ -202,7 +202,7 @@ def test_a_killed_rank_is_missed(call: int):
 
 
 def test_a_refused_operation():
-    with pytest.raises(UnsupportedError, match="recv was ordered to be refused on rank 1"):
+    with pytest.raises(UnsupportedError, match="recv is refused on rank 1 by a Refuse fault"):
         run(pair, 2, faults=[Refuse("recv", rank=1)])
     assert run(pair, 2, faults=[Refuse("recv", rank=0)])[1] == 210
 

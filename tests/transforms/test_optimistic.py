@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fpipe
 from fpipe import transforms as T
-from fpipe.collectives.shared_memory import _futex
+from fpipe.collectives.shared_memory import _native
 from fpipe.errors import TransformError
 
 STAGES, STEPS = 4, 200
@@ -176,7 +176,7 @@ def test_on_four_processes():
         assert plain["state"][1][0].skipped.item() > 10 and plain["clips"] > 10
 
 
-@pytest.mark.parametrize("near", [*([True] if _futex.AVAILABLE else []), False])
+@pytest.mark.parametrize("near", [*([True] if _native.AVAILABLE else []), False])
 def test_the_next_step_begins_before_the_last_one_has_ended(near: bool, tmp_path: Path):
     """The last rank stands in the last W of a step until the first rank is in an F of the next one.
 

@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.collectives.c10d import C10dGroup
-from fpipe.collectives.shared_memory import _futex, mailbox, nearby
-from fpipe.collectives.shared_memory.mailbox import Inlet, Outlet, pieces
+from fpipe.collectives.shared_memory import SWITCH, _native, lane, transport
+from fpipe.collectives.shared_memory.lane import LaneReader, LaneWriter, pieces
 from fpipe.errors import GroupError, MismatchError
 from fpipe.specs import Spec
 
-pytestmark = pytest.mark.skipif(not _futex.AVAILABLE, reason="shared memory is used on x86-64 Linux alone")
+pytestmark = pytest.mark.skipif(not _native.AVAILABLE, reason="shared memory is used on x86-64 Linux alone")
 
 
-def ends() -> tuple[Outlet, Inlet]:
-    memory = mmap.mmap(-1, mailbox.LANE)
-    return Outlet(memory), Inlet(memory)
+def ends() -> tuple[LaneWriter, LaneReader]:
+    memory = mmap.mmap(-1, lane.LANE)
+    return LaneWriter(memory), LaneReader(memory)
 
 
 SIZES = st.lists(st.lists(st.integers(0, 3000), min_size=1, max_size=3), min_size=1, max_size=40)
@@ -34,25 +34,25 @@ SIZES = st.lists(st.lists(st.integers(0, 3000), min_size=1, max_size=3), min_siz
 @given(sizes=SIZES, draw=st.randoms(use_true_random=False))
 def test_every_message_arrives_in_order_whatever_room_there_is(sizes, draw):
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("AREA", 4096), ("LARGE", 1024), ("NOTES", 8), ("_UNASKED", 4)):
-            patch.setattr(mailbox, name, value)
+        for name, value in (("AREA", 4096), ("LARGE", 1024), ("NOTES", 8), ("_APPENDED", 4)):
+            patch.setattr(lane, name, value)
         pieces.cache_clear()
-        outlet, inlet = ends()
+        writer, reader = ends()
         sent = [[torch.randint(0, 255, (size,), dtype=torch.uint8) for size in each] for each in sizes]
         coming = [(n, piece) for n, each in enumerate(sizes) for piece in pieces(tuple(each))]
         found = [[torch.zeros_like(buffer) for buffer in each] for each in sent]
         taken, put = 0, 0
         while taken < len(coming):
             if put < len(sent) and draw.random() < 0.5:
-                outlet.put(sent[put], pieces(tuple(sizes[put])))
+                writer.write(sent[put], pieces(tuple(sizes[put])))
                 put += 1
-            elif inlet.there(inlet.count):
-                assert inlet.take(found[coming[taken][0]], coming[taken][1])
+            elif reader.has(reader.count):
+                assert reader.read(found[coming[taken][0]], coming[taken][1])
                 taken += 1
             else:
-                outlet.pump()
-            assert outlet.count - inlet.count <= mailbox.NOTES
-            starts = sorted(outlet._live)
+                writer.retry()
+            assert writer.count - reader.count <= lane.NOTES
+            starts = sorted(writer._live)
             assert all(end <= after for (_, end), (after, _) in pairwise(starts)), "they overlap"
         pieces.cache_clear()
     for each, other in zip(sent, found, strict=True):
@@ -61,44 +61,44 @@ def test_every_message_arrives_in_order_whatever_room_there_is(sizes, draw):
 
 
 def test_a_message_of_another_size_is_not_taken():
-    outlet, inlet = ends()
-    outlet.put([torch.ones(64)], pieces((256,)))
-    assert not inlet.take([torch.ones(128)], pieces((512,))[0])
+    writer, reader = ends()
+    writer.write([torch.ones(64)], pieces((256,)))
+    assert not reader.read([torch.ones(128)], pieces((512,))[0])
 
 
 def test_counters_go_round():
     """After four thousand million messages they start again."""
-    outlet, inlet = ends()
-    outlet.count = outlet._freed = inlet.count = 2**32 - 2
-    outlet.sent.value = outlet.taken.value = 2**32 - 2
+    writer, reader = ends()
+    writer.count = writer._freed = reader.count = 2**32 - 2
+    writer.sent[0] = writer.taken[0] = 2**32 - 2
     found = torch.zeros(4)
     for number in range(4):
-        assert not inlet.there(inlet.count)
-        outlet.put([torch.full((4,), float(number))], pieces((16,)))
-        assert inlet.there(inlet.count)
-        assert inlet.take([found], pieces((16,))[0])
+        assert not reader.has(reader.count)
+        writer.write([torch.full((4,), float(number))], pieces((16,)))
+        assert reader.has(reader.count)
+        assert reader.read([found], pieces((16,))[0])
         assert found.tolist() == [number] * 4
 
 
 def test_the_short_way_puts_what_the_long_way_puts():
-    outlet, inlet = ends()
+    writer, reader = ends()
     x = torch.randn(3, 4)
-    carry = outlet.carrier(Spec.of(x), x.nbytes)
-    assert carry(x)
-    assert not carry(x.T.contiguous().T), "other strides are laid out by the long way"
-    assert not carry(x.double())
+    send = writer.sender(Spec.of(x), x.nbytes)
+    assert send(x)
+    assert not send(x.T.contiguous().T), "other strides are laid out by the long way"
+    assert not send(x.double())
     found = torch.zeros(3, 4)
-    assert inlet.take([found], pieces((48,))[0])
+    assert reader.read([found], pieces((48,))[0])
     assert torch.equal(found, x)
-    assert outlet.count == 1
+    assert writer.count == 1
 
 
 def test_who_sleeps_is_woken():
-    outlet, inlet = ends()
-    threading.Timer(0.2, lambda: outlet.put([torch.ones(1)], pieces((4,)))).start()
+    writer, reader = ends()
+    threading.Timer(0.2, lambda: writer.write([torch.ones(1)], pieces((4,)))).start()
     start = time.monotonic()
-    inlet.sleep(0, 10.0)
-    assert inlet.there(0)
+    reader.sleep(0, 10.0)
+    assert reader.has(0)
     assert time.monotonic() - start < 5
 
 
@@ -113,7 +113,7 @@ def _group() -> C10dGroup:
 def _large() -> list[bool]:
     """Messages of more than all the room, both ways at once: nobody waits for the other to take them first."""
     group = _group()
-    mailbox.AREA, mailbox.LARGE = 1 << 20, 1 << 18
+    lane.AREA, lane.LARGE = 1 << 20, 1 << 18
     rank, other = group.rank, 1 - group.rank
     x = [torch.full((3 << 18,), float(10 * rank + n)) for n in range(3)]
     for each in x:
@@ -208,16 +208,16 @@ def test_ranks_that_cannot_open_each_others_memory_use_the_backend():
 
 def _hidden() -> tuple[bool, str]:
     if os.environ["RANK"] == "1":  # one way is enough
-        real = nearby._Neighbour
+        real = transport._Peer
 
         def refused(*_):
             raise PermissionError("another user's")
 
-        nearby._Neighbour = refused  # type: ignore[assignment, misc]
+        transport._Peer = refused  # type: ignore[assignment, misc]
         try:
             return _hosts()
         finally:
-            nearby._Neighbour = real  # type: ignore[misc]
+            transport._Peer = real  # type: ignore[misc]
     return _hosts()
 
 
@@ -227,7 +227,7 @@ def test_the_switch_turns_it_off_and_one_is_enough():
 
 def _off() -> tuple[bool, str]:
     if os.environ["RANK"] == "0":
-        os.environ[nearby.SWITCH] = "0"
+        os.environ[SWITCH] = "0"
     return _hosts()
 
 

@@ -1,4 +1,4 @@
-"""Faults to order, as data: what goes wrong in a fake world, and where. Knows no threads and no tensors."""
+"""Faults as data: what fails in a fake world, and where. This module must not know threads and tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True)
 class Delay:
-    """The ``nth`` message (from 0) of a channel arrives so many seconds late, in the world's own time."""
+    """The ``nth`` message (from 0) of a channel arrives so many seconds late, by the clock of the world."""
 
     src: int
     dst: int
@@ -27,7 +27,7 @@ class Drop:
 
 @dataclass(frozen=True)
 class Kill:
-    """A rank is gone before its ``before``-th call of the group (from 0), without a word."""
+    """A rank ends before its ``before``-th call of the group (from 0), without an error report."""
 
     rank: int
     before: int
@@ -41,4 +41,4 @@ class Refuse:
     rank: int | None = None
 
 
-Order: TypeAlias = Delay | Drop | Kill | Refuse
+Fault: TypeAlias = Delay | Drop | Kill | Refuse

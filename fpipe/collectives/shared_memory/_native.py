@@ -1,0 +1,66 @@
+"""The calls that need ctypes: addresses, copies, and the futex of Linux (sleep until a word of memory changes).
+
+The counters of a lane are written after the bytes that they announce, and read before them. x86-64 keeps that order
+without a fence; other processors do not, so ``AVAILABLE`` is true on x86-64 Linux alone. A write before a later read
+of another word is not kept in order: that needs :func:`fence`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import sys
+import threading
+from typing import Any
+
+_SYS_FUTEX, _WAIT, _WAKE, _ALL = 202, 0, 1, 2**31 - 1
+
+AVAILABLE = (
+    sys.platform == "linux"
+    and platform.machine() in ("x86_64", "AMD64")
+    and all(hasattr(os, name) for name in ("memfd_create", "pidfd_open"))
+)
+
+#: Copy bytes: (address of the destination, of the source, number of bytes).
+copy = ctypes.memmove
+
+
+def address(memory: mmap.mmap, offset: int = 0) -> int:
+    """The address of a byte of mapped memory, valid as long as the mapping."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory, offset))
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def _entry() -> Any:
+    function = ctypes.CDLL(None).syscall
+    # restype and the address are 64 bits wide; the two operations do not read the arguments left out.
+    function.argtypes = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
+    function.restype = ctypes.c_long
+    return function
+
+
+_syscall: Any = _entry() if AVAILABLE else None
+_lock = threading.Lock()
+
+
+def fence() -> None:
+    """Make earlier writes visible to other processors before later reads: taking a lock does that."""
+    _lock.acquire()
+    _lock.release()
+
+
+def wake(word: int) -> None:
+    """Wake all processes that sleep on the word at an address."""
+    _syscall(_SYS_FUTEX, word, _WAKE, _ALL, None)
+
+
+def sleep(word: int, value: int, seconds: float) -> None:
+    """Sleep while the word at an address holds a value, at most some seconds; may return earlier."""
+    whole = int(seconds)
+    span = _Timespec(whole, int((seconds - whole) * 1e9))
+    _syscall(_SYS_FUTEX, word, _WAIT, value, ctypes.addressof(span))

@@ -1,0 +1,234 @@
+"""One lane of messages from a process to another of the same host, in memory that both have mapped.
+
+The writer copies a message in and increments ``sent``; the reader copies it out and increments ``taken``. Each counter
+has one writer, so there are no locks. A message takes the first free range, and a note per message records which; an
+empty lane starts again at its beginning, so that the memory in use stays in the cache. This module must not know
+processes and backends.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...specs import Spec
+from ..wire import ALIGN
+from . import _native
+
+PAGE = 4096
+NOTES = 4096  #: messages that may be under way
+AREA = 256 << 20  #: bytes that may be under way; only pages that were used take memory
+_NOTES_AT, _AREA_AT = PAGE, PAGE + NOTES * 16
+#: Bytes of address space of one lane.
+LANE = _AREA_AT + AREA
+LARGE = AREA // 4  #: larger messages are sent in several pieces
+_MASK = 2**32 - 1
+_CPU = torch.device("cpu")  # whatever the default device is
+_APPENDED = 16  # so many messages may lie one after another before the writer looks which were taken
+
+
+class Piece(NamedTuple):
+    """What is copied at once: parts of buffers as (buffer, offset in it, bytes, offset in the piece)."""
+
+    parts: tuple[tuple[int, int, int, int], ...]
+    size: int
+
+
+@lru_cache(maxsize=4096)
+def pieces(sizes: tuple[int, ...]) -> tuple[Piece, ...]:
+    """A message of buffers of these sizes: one piece, or several so that no piece needs most of the area.
+
+    >>> pieces((4, 100))
+    (Piece(parts=((0, 0, 4, 0), (1, 0, 100, 64)), size=192),)
+    >>> [piece.size // LARGE for piece in pieces((2 * LARGE,))]
+    [1, 1]
+    """
+    if sum(map(_padded, sizes)) <= LARGE:
+        parts, at = [], 0
+        for index, size in enumerate(sizes):
+            parts.append((index, 0, size, at))
+            at += _padded(size)
+        return (Piece(tuple(parts), max(at, ALIGN)),)
+    return tuple(
+        Piece(((index, start, min(LARGE, size - start), 0),), _padded(min(LARGE, size - start)))
+        for index, size in enumerate(sizes)
+        for start in range(0, size, LARGE)
+    )
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN
+
+
+class _End:
+    """One end of a lane: views of its counters (one word each) and notes, and the address of its area."""
+
+    def __init__(self, memory: mmap.mmap):
+        view = memoryview(memory)
+        self.sent, self.taken = view[0:4].cast("I"), view[64:68].cast("I")
+        self.asleep = view[128:132].cast("I")  # whether the reader sleeps, or is about to
+        self.notes = view[_NOTES_AT : _NOTES_AT + 16 * NOTES].cast("Q")  # per message: where it starts, its bytes
+        self.area = _native.address(memory, _AREA_AT)
+        self.bell = _native.address(memory)  # of ``sent``
+        self.count = 0  # pieces written, or read, at this end
+
+
+class LaneWriter(_End):
+    """The sender's end.
+
+    >>> import torch
+    >>> memory = mmap.mmap(-1, LANE)
+    >>> writer, reader = LaneWriter(memory), LaneReader(memory)
+    >>> writer.write([torch.arange(3.)], pieces((12,)))
+    True
+    >>> tensor = torch.empty(3)
+    >>> reader.has(0), reader.read([tensor], pieces((12,))[0]), tensor
+    (True, True, tensor([0., 1., 2.]))
+    """
+
+    def __init__(self, memory: mmap.mmap):
+        super().__init__(memory)
+        self._freed = 0
+        self._live: deque[tuple[int, int]] = deque()
+        self.queued: deque[tuple[Sequence[Tensor], Piece]] = deque()  # pieces that did not fit yet
+
+    def write(self, buffers: Sequence[Tensor], message: Sequence[Piece]) -> bool:
+        """Copy a message in; False if some of it did not fit and is queued for :meth:`retry`."""
+        for piece in message:
+            if self.queued or not self._write(buffers, piece):
+                self.queued.append((buffers, piece))
+        return not self.queued
+
+    def sender(self, spec: Spec, nbytes: int) -> Callable[[Tensor], bool]:
+        """:meth:`write` for messages of one tensor that is laid out as its Spec says. The returned function returns
+        False, and writes nothing, if the tensor is laid out differently or an earlier message is still queued.
+
+        Every message of a plan passes here, so the methods are written out.
+        """
+        (piece,) = pieces((nbytes,))
+        (shape, stride, dtype), size, last = spec, piece.size, AREA - piece.size
+        copy, area, notes, sent, asleep, bell = _native.copy, self.area, self.notes, self.sent, self.asleep, self.bell
+        live, queued, room, fence, wake = self._live, self.queued, self._room, _native.fence, _native.wake
+
+        def send(tensor: Tensor) -> bool:
+            if tensor.stride() != stride or tensor.shape != shape or tensor.dtype is not dtype or tensor.is_neg():
+                return False
+            if queued:
+                return False
+            start = live[-1][1] if live else 0
+            if not (0 < len(live) < _APPENDED and live[0][0] < start <= last):
+                start = room(size)
+                if start < 0:
+                    return False
+            copy(area + start, tensor.data_ptr(), nbytes)
+            count = self.count
+            note = 2 * (count % NOTES)
+            notes[note], notes[note + 1] = start, size
+            live.append((start, start + size))
+            self.count = count + 1
+            sent[0] = (count + 1) & _MASK
+            fence()
+            if asleep[0]:
+                wake(bell)
+            return True
+
+        return send
+
+    def retry(self) -> bool:
+        """Write queued pieces that fit now; whether none is left."""
+        while self.queued:
+            if not self._write(*self.queued[0]):
+                return False
+            self.queued.popleft()
+        return True
+
+    def _write(self, buffers: Sequence[Tensor], piece: Piece) -> bool:
+        start = self._room(piece.size)
+        if start < 0:
+            return False
+        at = self.area + start
+        for index, skip, size, place in piece.parts:
+            _native.copy(at + place, buffers[index].data_ptr() + skip, size)
+        note = 2 * (self.count % NOTES)
+        self.notes[note], self.notes[note + 1] = start, piece.size
+        self._live.append((start, start + piece.size))
+        self.count += 1
+        self.sent[0] = self.count & _MASK
+        _native.fence()
+        if self.asleep[0]:
+            _native.wake(self.bell)
+        return True
+
+    def _room(self, size: int) -> int:
+        """The start of a free range of so many bytes; -1 if there is none."""
+        live = self._live
+        if live and len(live) < _APPENDED and live[-1][1] + size <= AREA and live[0][0] < live[-1][1]:
+            return live[-1][1]
+        for _ in range((self.taken[0] - self._freed) & _MASK):
+            live.popleft()
+            self._freed += 1
+        if not live:
+            return 0
+        if len(live) == NOTES:
+            return -1
+        first, last = live[0][0], live[-1][1]
+        if last <= first:  # the newest lie before the oldest: the range between them is free
+            return last if last + size <= first else -1
+        if last + size <= AREA:
+            return last
+        return 0 if size <= first else -1
+
+
+class LaneReader(_End):
+    """The receiver's end."""
+
+    def sleep(self, number: int, seconds: float) -> None:
+        """Sleep until the piece of this number has arrived, at most some seconds; may return earlier."""
+        seen = self.sent[0]
+        self.asleep[0] = 1
+        _native.fence()
+        if not self.has(number):
+            _native.sleep(self.bell, seen, seconds)
+        self.asleep[0] = 0
+
+    def has(self, number: int) -> bool:
+        """Whether the piece of this number has arrived."""
+        return (self.sent[0] - number - 1) & _MASK < 1 << 31
+
+    def fetcher(self, spec: Spec, nbytes: int) -> Callable[[], Tensor | None]:
+        """:meth:`read` for messages of one contiguous tensor. The returned function returns None, and reads nothing,
+        if the next message has not arrived or has another size."""
+        (piece,) = pieces((nbytes,))
+        (shape, _, dtype), size, new = spec, piece.size, torch.empty
+        copy, sent, taken, notes, area = _native.copy, self.sent, self.taken, self.notes, self.area
+
+        def fetch() -> Tensor | None:
+            count = self.count
+            note = 2 * (count % NOTES)
+            if sent[0] == count & _MASK or notes[note + 1] != size:
+                return None
+            tensor = new(shape, dtype=dtype, device=_CPU)
+            copy(tensor.data_ptr(), area + notes[note], nbytes)
+            self.count = count + 1
+            taken[0] = (count + 1) & _MASK
+            return tensor
+
+        return fetch
+
+    def read(self, buffers: Sequence[Tensor], piece: Piece) -> bool:
+        """Copy the next piece, which has arrived, into buffers; False if it has another size."""
+        note = 2 * (self.count % NOTES)
+        if self.notes[note + 1] != piece.size:
+            return False
+        at = self.area + self.notes[note]
+        for index, skip, size, place in piece.parts:
+            _native.copy(buffers[index].data_ptr() + skip, at + place, size)
+        self.count += 1
+        self.taken[0] = self.count & _MASK
+        return True

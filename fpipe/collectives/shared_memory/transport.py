@@ -1,0 +1,320 @@
+"""Messages between the ranks of a group that run on one host, through memory that they share.
+
+Each rank has an outbox, a memory file without a name, that the others open through ``/proc``: nothing is left behind,
+however a rank ends. The bytes of a send are copied when it returns; a message that does not fit is queued, and written
+when this rank next sends or waits, so sends never block. A waiting rank polls, then sleeps, and regularly checks that
+the sender's process exists. This module must not know backends: they carry messages between hosts.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import MismatchError
+from ..faults import FaultMonitor
+from ..group import Done, Pending, Sender, Work
+from ..wire import WireFormat
+from . import SWITCH, _native
+from .lane import LANE, PAGE, LaneReader, LaneWriter, Piece, pieces
+
+#: The two lanes from one rank to another: messages of plans, and broadcasts.
+PLANS, SHARED = 0, 1
+_LANES = 2
+_TOKEN = 16
+_ENDED = slice(64, 68)  #: of an outbox's first page: not 0 once its rank has failed
+_POLL = 400e-6  #: seconds to poll before sleeping, where every rank has a core
+_SLICE = 0.05  #: seconds to sleep between two checks of the sender's process
+_CPU = torch.device("cpu")
+_SENT = Done()
+
+
+class Address(NamedTuple):
+    """Where a rank's outbox is: its host, process and file descriptor, and a token that the outbox begins with."""
+
+    host: str
+    process: int
+    file: int
+    token: bytes
+
+
+def host() -> str:
+    """Equal for processes that can share memory: those of one boot and one set of name spaces."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return " ".join((boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))))
+
+
+class _Outbox:
+    """This rank's memory, with the lanes to every other rank."""
+
+    def __init__(self, size: int):
+        self.file = os.memfd_create("fpipe")
+        weakref.finalize(self, os.close, self.file)
+        os.ftruncate(self.file, PAGE + size * _LANES * LANE)
+        self.token = os.urandom(_TOKEN)
+        page = mmap.mmap(self.file, PAGE)
+        page[:_TOKEN] = self.token
+        self.ended = memoryview(page)[_ENDED].cast("I")
+
+    def lane(self, dst: int, kind: int) -> LaneWriter:
+        return LaneWriter(_map_lane(self.file, dst, kind))
+
+
+class _Peer:
+    """Another rank's outbox, and whether its process exists."""
+
+    def __init__(self, address: Address, reader: int):
+        self._reader = reader
+        self.file = os.open(f"/proc/{address.process}/fd/{address.file}", os.O_RDWR | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.file)
+        page = mmap.mmap(self.file, PAGE)
+        if page[:_TOKEN] != address.token:
+            raise OSError("another process has this number here")
+        self._ended = memoryview(page)[_ENDED].cast("I")
+        process = os.pidfd_open(address.process)
+        weakref.finalize(self, os.close, process)
+        self._poll = select.poll()
+        self._poll.register(process, select.POLLIN)
+
+    def lane(self, kind: int) -> LaneReader:
+        return LaneReader(_map_lane(self.file, self._reader, kind))
+
+    def gone(self) -> str:
+        """Why no further message will arrive; empty while one may."""
+        if self._ended[0]:
+            return "it failed, and ended its messages"
+        return "its process has ended" if self._poll.poll(0) else ""
+
+
+def _map_lane(file: int, dst: int, kind: int) -> mmap.mmap:
+    return mmap.mmap(file, LANE, offset=PAGE + (dst * _LANES + kind) * LANE)
+
+
+class SharedMemory:
+    """Messages of one rank to and from the ranks of its host; ``rank in memory`` tells which those are."""
+
+    def __init__(self, monitor: FaultMonitor):
+        self.rank, self.size = monitor.rank, monitor.size
+        self._monitor = monitor
+        self._outbox = _Outbox(self.size)
+        self._peers: dict[int, _Peer] = {}
+        self._writers: dict[tuple[int, int], LaneWriter] = {}
+        self._inboxes: dict[tuple[int, int], _Inbox] = {}
+        self._late: list[LaneWriter] = []  # those with queued messages
+        self.poll = 0.0
+
+    def address(self) -> Address:
+        """Of this rank, for the others."""
+        return Address(host(), os.getpid(), self._outbox.file, self._outbox.token)
+
+    def open(self, addresses: Sequence[Address | None]) -> tuple[int, ...]:
+        """Open the outboxes of this host's ranks; returns those that could be opened, and this rank."""
+        local = addresses[self.rank]
+        assert local is not None
+        for rank, address in enumerate(addresses):
+            if rank != self.rank and address is not None and address.host == local.host:
+                try:
+                    self._peers[rank] = _Peer(address, self.rank)
+                except OSError:  # of another user, or hidden: the backend carries the messages
+                    continue
+        return tuple(sorted((*self._peers, self.rank)))
+
+    def keep(self, ranks: Sequence[int]) -> None:
+        """Use shared memory with these ranks only: those that could open this rank's outbox as well."""
+        self._peers = {rank: peer for rank, peer in self._peers.items() if rank in ranks}
+        self.poll = _POLL if len(self._peers) < len(os.sched_getaffinity(0)) else 0.0
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._peers
+
+    @property
+    def all(self) -> bool:
+        """Whether every rank is on this host."""
+        return len(self._peers) == self.size - 1
+
+    # ---- sending ------------------------------------------------------------------------------------------------
+    def send(self, form: WireFormat, tensors: Sequence[Tensor], dst: int, kind: int = PLANS) -> Work:
+        """Copy a message into the outbox; if it does not fit it is written later."""
+        writer = self._writer(dst, kind)
+        if self._late:
+            self.retry()
+        if not writer.write(form.pack(tensors, self.rank, dst), pieces(form.sizes)) and writer not in self._late:
+            self._late.append(writer)
+        return _SENT
+
+    def sender(self, form: WireFormat, dst: int) -> Sender:
+        """:meth:`send` for messages of one form."""
+        monitor = self._monitor
+        single = self._writer(dst, PLANS).sender(form.specs[0], form.sizes[0]) if _short(form) else lambda _: False
+
+        def send(tensors: tuple[Tensor, ...]) -> None:
+            if monitor.broken is not None:
+                monitor.check()
+            if len(tensors) != 1 or not single(tensors[0]):
+                self.send(form, tensors, dst)
+
+        return send
+
+    def _writer(self, dst: int, kind: int) -> LaneWriter:
+        writer = self._writers.get((dst, kind))
+        if writer is None:
+            writer = self._writers[dst, kind] = self._outbox.lane(dst, kind)
+        return writer
+
+    def retry(self) -> bool:
+        """Write queued messages that fit now; whether none is left."""
+        self._late = [writer for writer in self._late if not writer.retry()]
+        return not self._late
+
+    def flush(self) -> None:
+        """Wait until no message is queued."""
+        if self.retry():
+            return
+        start = time.monotonic()
+        (dst, _), *_ = (key for key, writer in self._writers.items() if writer in self._late)
+        with self._monitor.waiting(dst, "to send to"):
+            while not self.retry():
+                _check_peer(start, self._monitor.timeout, self._peers[dst])
+                time.sleep(0.001)
+
+    def fail(self) -> None:
+        """Mark the outbox so that readers do not wait for further messages."""
+        self._outbox.ended[0] = 1
+        for writer in self._writers.values():
+            _native.wake(writer.bell)
+
+    # ---- receiving ----------------------------------------------------------------------------------------------
+    def recv(self, form: WireFormat, src: int, kind: int = PLANS) -> Work:
+        """Request the next message of a rank."""
+        return self._inbox(src, kind).request(form, pieces(form.sizes))
+
+    def fetcher(self, form: WireFormat, src: int) -> Callable[[], Tensor | None]:
+        """For the next message if it is one contiguous tensor, arrives within the time of polling, and no earlier one
+        was requested and not read; otherwise the returned function returns None."""
+        if not _short(form):
+            return lambda: None
+        monitor, inbox, clock, poll = self._monitor, self._inbox(src, PLANS), time.perf_counter, self.poll
+        read, requested = inbox.reader.fetcher(form.specs[0], form.sizes[0]), inbox.requested
+
+        def fetch() -> Tensor | None:
+            if requested or monitor.broken is not None:
+                return None
+            tensor = read()
+            if tensor is None and poll:
+                until = clock() + poll
+                while tensor is None and clock() < until:
+                    tensor = read()
+            if tensor is not None:
+                inbox.number += 1
+            inbox.polled = tensor is None
+            return tensor
+
+        return fetch
+
+    def _inbox(self, src: int, kind: int) -> _Inbox:
+        inbox = self._inboxes.get((src, kind))
+        if inbox is None:
+            inbox = self._inboxes[src, kind] = _Inbox(self, src, self._peers[src].lane(kind))
+        return inbox
+
+    def share(self, form: WireFormat, tensors: tuple[Tensor, ...] | None, src: int) -> tuple[Tensor, ...]:
+        """Broadcast from one rank to all."""
+        if tensors is None:
+            return self.recv(form, src, SHARED).wait()
+        for dst in self._peers:
+            self.send(form, tensors, dst, SHARED)
+        return tensors
+
+    def wait(self, src: int, reader: LaneReader, number: int, polled: bool) -> None:
+        """Until the piece of this number has arrived: poll for a while, unless the caller did, then sleep."""
+        until = 0.0 if polled else time.perf_counter() + self.poll
+        while not reader.has(number):
+            if time.perf_counter() > until:
+                break
+        else:
+            return
+        start = time.monotonic()
+        with self._monitor.waiting(src, "for a message from"):
+            while not reader.has(number):
+                reader.sleep(number, _SLICE if self.retry() else 0.001)
+                if not reader.has(number):
+                    _check_peer(start, self._monitor.timeout, self._peers[src])
+
+
+def _short(form: WireFormat) -> bool:
+    """Whether a message is one contiguous tensor and one piece."""
+    return form.simple and len(pieces(form.sizes)) == 1
+
+
+def _check_peer(start: float, timeout: float, peer: _Peer) -> None:
+    """Raise if waiting for a peer is of no use any more."""
+    gone = peer.gone()
+    if gone:
+        raise RuntimeError(gone)
+    if time.monotonic() - start > timeout:
+        raise RuntimeError("timed out")
+
+
+class _Inbox:
+    """The receives from one rank that were requested and not read yet."""
+
+    def __init__(self, memory: SharedMemory, src: int, reader: LaneReader):
+        self.memory, self.src, self.reader = memory, src, reader
+        self.requested: deque[Pending] = deque()
+        self.number = 0  # pieces that were requested
+        self.polled = False  # for the next piece, without success
+
+    def request(self, form: WireFormat, message: tuple[Piece, ...]) -> Pending:
+        self.number += len(message)
+        last = self.number - 1
+
+        def finish() -> tuple[Tensor, ...]:
+            while self.requested[0] is not work:  # earlier messages lie before this one
+                self.requested[0].wait()
+            buffers = form.empty(_CPU)
+            for piece in message:
+                self._read(buffers, piece)
+            self.requested.popleft()
+            return form.unpack(buffers, _CPU)
+
+        work = Pending(finish, lambda: self.reader.has(last))
+        self.requested.append(work)
+        return work
+
+    def _read(self, buffers: Sequence[Tensor], piece: Piece) -> None:
+        reader = self.reader
+        if not reader.has(reader.count):
+            self.memory.wait(self.src, reader, reader.count, self.polled)
+            self.polled = False
+        if not reader.read(buffers, piece):
+            raise MismatchError(
+                f"rank {self.src} sent a message of another size than the {piece.size} bytes that rank "
+                f"{self.memory.rank} expected; both must run one plan"
+            )
+
+
+def connect(monitor: FaultMonitor, gather: Callable[[object], list[Any]]) -> SharedMemory | None:
+    """Shared memory with the ranks of this host, by two rounds of ``gather``; None if this rank cannot share."""
+    memory = address = None
+    if monitor.size > 1 and _native.AVAILABLE and os.environ.get(SWITCH, "1") != "0":
+        try:
+            memory = SharedMemory(monitor)
+            address = memory.address()
+        except OSError:  # memory files or the host's identity are not available here
+            memory = None
+    addresses = gather(address)
+    opened = gather(() if memory is None else memory.open(addresses))
+    if memory is None:
+        return None
+    memory.keep([peer for peer in opened[monitor.rank] if monitor.rank in opened[peer]])
+    return memory
