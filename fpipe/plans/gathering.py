@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from ..programs.stage_programs import Programs
 from ..schedules.actions import Action
-from .plan import LoweringInput, Step, grad_key, reduced_key, whole_key
+from .keys import Grad, Key, grad, inputs, param, reduced_grad, whole_param
+from .plan import LoweringInput, Step
 from .sharding import Share
-from .value_graph import Key
 
 
 class Zero:
@@ -47,11 +47,9 @@ class Zero:
         if not self.cut:
             return False
         own = self._programs(action)
-        inputs = {"F": own.f, "B": own.b, "I": own.i, "W": own.w}[action.op].inputs
-        return not self._leaves(action.stage).isdisjoint(inputs)
-
-    def _leaves(self, stage: int) -> set[str]:
-        return {f"p{leaf}" for bucket in self.job.layouts[stage].buckets for leaf in bucket.leaves}
+        read = {"F": own.f, "B": own.b, "I": own.i, "W": own.w}[action.op].inputs
+        leaves = {leaf for bucket in self.job.layouts[action.stage].buckets for leaf in bucket.leaves}
+        return any(role == "param" and leaf in leaves for role, leaf in (inputs(own).get(n, ("", 0)) for n in read))
 
     def _last_gradients(self) -> dict[int, int]:
         """Where in the row each stage makes its last gradients."""
@@ -66,7 +64,7 @@ class Zero:
     def key(self, stage: int, leaf: int) -> Key:
         """Under which key a program finds a parameter."""
         cut = self.cut and self.job.layouts[stage].shapes[leaf] is not None
-        return whole_key(stage, leaf) if cut else (stage, -1, f"p{leaf}")
+        return whole_param(stage, leaf) if cut else param(stage, leaf)
 
     def at(self, position: int) -> None:
         """Before a position of the row: end the one before it, have what this one reads, ask for what the next does."""
@@ -111,8 +109,8 @@ class Zero:
                 return
             self._reshard(max(others, key=lambda s: self._next_use(s, position)))
         share = self._parameters(stage)
-        step = self._begin("UNSHARD", share, lambda leaf: (stage, -1, f"p{leaf}"))
-        keys = tuple(whole_key(stage, leaf) for leaf in share.leaves)
+        step = self._begin("UNSHARD", share, lambda leaf: param(stage, leaf))
+        keys = tuple(whole_param(stage, leaf) for leaf in share.leaves)
         self._coming[stage] = Step("WAIT", writes=keys, number=step.number, share=share)
 
     def _have(self, stage: int) -> None:
@@ -123,7 +121,7 @@ class Zero:
 
     def _reshard(self, stage: int) -> None:
         share = self._parameters(stage)
-        self.out.append(Step("RESHARD", reads=tuple(whole_key(stage, leaf) for leaf in share.leaves), share=share))
+        self.out.append(Step("RESHARD", reads=tuple(whole_param(stage, leaf) for leaf in share.leaves), share=share))
         self._whole.remove(stage)
 
     def _parameters(self, stage: int) -> Share:
@@ -139,12 +137,12 @@ class Zero:
 
     def _reduce(self, stage: int) -> None:
         layout = self.job.layouts[stage]
-        made = [leaf for bucket in layout.buckets for leaf in bucket.leaves if grad_key(stage, leaf) in self.added]
+        made = [leaf for bucket in layout.buckets for leaf in bucket.leaves if grad(stage, leaf) in self.added]
         if made:
             assert self.copies is not None
             share = Share(stage, layout, tuple(made), self.copies, gradients=True, wide=self.job.wide)
-            step = self._begin("REDUCE", share, lambda leaf: grad_key(stage, leaf))
-            keys = tuple(reduced_key(stage, leaf) for leaf in made)
+            step = self._begin("REDUCE", share, lambda leaf: grad(stage, leaf))
+            keys = tuple(reduced_grad(stage, leaf) for leaf in made)
             self._asked.append(Step("WAIT", writes=keys, number=step.number, share=share))
 
     def finish(self) -> None:
@@ -154,13 +152,13 @@ class Zero:
         self._end(self._at)
         for stage in sorted(self._whole):
             self._reshard(stage)
-        for stage in sorted(self._shared & {key[0] for key in self.added}):
+        for stage in sorted(self._shared & {source.stage for source, _ in self.added if isinstance(source, Grad)}):
             self._reduce(stage)
         for step in self._asked:
             self.out.append(step)
             self.reduced.update(key for key in step.writes if key is not None)
             if step.share is not None:
-                self.given.update(grad_key(step.share.stage, leaf) for leaf in step.share.leaves)
+                self.given.update(grad(step.share.stage, leaf) for leaf in step.share.leaves)
 
 
 def _shared(job: LoweringInput) -> set[int]:

@@ -19,10 +19,10 @@ from ..schedules.actions import Action, Fused, plain
 from ..specs import contiguous
 from ..tree import Aval
 from .gathering import Zero
+from .keys import BatchLeaf, GradSum, Key, PartialGrad, State, Value, ZeroCotangent, grad, inputs
 from .messages import Traffic
-from .plan import LoweringInput, Plan, ProgramSet, Step, grad_key
+from .plan import LoweringInput, Plan, ProgramSet, Step
 from .slots import assign
-from .value_graph import Key
 from .weaving.fused import Fusing
 
 
@@ -51,7 +51,7 @@ class Lowering:
         self.state: dict[int, list[Key]] = {}
         self.added: set[Key] = set()
         self.out: list[Step] = []
-        self._names: dict[int, dict[str, tuple[str, int]]] = {}
+        self._values: dict[tuple[int, int], tuple[Value, ...]] = {}
         self._reads: dict[tuple[int, int, int], _Reads] = {}
         self._added_by: dict[tuple[int, str], dict[int, str]] = {}
         self._adding: dict[tuple[int, str, int], Program] = {}
@@ -66,26 +66,15 @@ class Lowering:
     # ---- names --------------------------------------------------------------------------------------------------
     def key(self, programs: Programs, stage: int, mb: int, name: str) -> Key:
         """The key of a value that a stage's programs call ``name``."""
-        names = self._names.get(id(programs))
-        if names is None:
-            names = self._names[id(programs)] = _given(programs)
-        given = names.get(name)
-        if given is None:
-            return (stage, mb, name)
-        letter, index = given
-        if letter == "p":
-            return self.zero.key(stage, index)
-        if letter == "g":
-            return grad_key(stage, index)
-        if letter == "t":
-            return self.state.setdefault(stage, [(stage, -1, f"t{i}") for i in range(programs.counts[3])])[index]
-        wires = self.kind(mb).graph
-        if letter == "x" and (stage < self.job.stages or index < len(wires.interfaces[-1].ys)):
-            return wires.forward(stage - 1, index, mb)
-        if letter == "dy" and stage < self.job.stages:
-            found = wires.cotangent(stage, index, mb)
-            return (stage, mb, f"0dy{index}") if found is None else found
-        return (stage, mb, name)
+        role, leaf = inputs(programs).get(name, ("computed", 0))
+        if role == "param":
+            return self.zero.key(stage, leaf)
+        if role == "grad":
+            return grad(stage, leaf)
+        if role == "state":
+            before = self.state.setdefault(stage, [(State(stage, i), None) for i in range(programs.counts[3])])
+            return before[leaf]
+        return (self.kind(mb).graph.source(programs, stage, name), mb)
 
     # ---- steps --------------------------------------------------------------------------------------------------
     def steps(self) -> tuple[list[Step], int, list[Key]]:
@@ -155,24 +144,22 @@ class Lowering:
                 if self.job.each:
                     self.out.append(Step("EACH", action, outputs))
         elif op != "W" and stage == 0 and self.job.wants_dx:
-            for found in self._input_gradients(own, kinds, mb):
+            for found in self._input_gradients(kinds, mb):
                 self.traffic.fetch(found)
         if op in "BW":
             self._add(action, own, op)
 
     def _outputs(self, kinds: ProgramSet, mb: int) -> tuple[Key, ...]:
-        made = enumerate(kinds.graph.interfaces[-1].ys)
-        return tuple([kinds.graph.forward(self.job.stages - 1, j, mb) for j, y in made if y is not None])
+        return tuple([(source, mb) for source in kinds.graph.outputs()])
 
-    def _input_gradients(self, own: Programs, kinds: ProgramSet, mb: int) -> list[Key]:
-        found = (kinds.graph.cotangent(-1, i, mb) for i in range(own.counts[1]))
-        return [key for key in found if key is not None]
+    def _input_gradients(self, kinds: ProgramSet, mb: int) -> list[Key]:
+        return [(source, mb) for source in kinds.graph.input_gradients()]
 
     def have(self, action: Action, own: Programs, program: Program, stage: int) -> tuple[Key, ...]:
         """Have what a program reads, waiting for messages and making zeros where nobody makes a value."""
         mb = action.microbatch
         _, keys, seen_to = self._pattern(own, program, stage, mb)
-        reads = tuple([key if fixed else (key[0], mb, key[2]) for key, fixed in keys])
+        reads = tuple([key if fixed else (key[0], mb) for key, fixed in keys])
         for place, zero in seen_to:
             key = reads[place]
             if zero is None:
@@ -194,10 +181,10 @@ class Lowering:
         if found is None or own.counts[3]:
             keys = [self.key(own, stage, mb, name) for name in program.inputs]
             seen_to: list[tuple[int, Aval | None]] = []
-            for place, (key, name) in enumerate(zip(keys, program.inputs, strict=True)):
-                if _unmade(key, stage, mb):
-                    seen_to.append((place, own.y_avals[int(name[2:])]))
-                elif key[0] != stage:
+            for place, (source, _) in enumerate(keys):
+                if isinstance(source, ZeroCotangent):
+                    seen_to.append((place, own.y_avals[source.leaf]))
+                elif isinstance(source, BatchLeaf) or (isinstance(source, Value) and source.stage != stage):
                     seen_to.append((place, None))
             found = self._reads[memo] = _Reads(program, tuple((key, key[1] != mb) for key in keys), tuple(seen_to))
         return found
@@ -207,9 +194,16 @@ class Lowering:
         mb = action.microbatch
         reads = self.have(action, own, program, stage)
         if program.nodes or program.outputs or own.eager:
-            writes = tuple([(stage, mb, name) for name in program.outputs])
+            writes = self.writes(program, stage, mb)
             self.here.update(writes)
             self.out.append(Step(program.name, action, reads, writes, program, own))  # type: ignore[arg-type]
+
+    def writes(self, program: Program, stage: int, mb: int) -> tuple[Key, ...]:
+        """The keys of what a program computes."""
+        values = self._values.get((id(program), stage))
+        if values is None:
+            values = self._values[id(program), stage] = tuple(Value(stage, name) for name in program.outputs)
+        return tuple([(value, mb) for value in values])
 
     def _made_by(self, own: Programs, letter: str) -> dict[int, str]:
         """The parameter gradients that a program makes itself."""
@@ -223,7 +217,7 @@ class Lowering:
         found = self._adding.get((id(own), letter, stage))
         if found is None:
             made = self._made_by(own, letter)
-            if not made or not all(grad_key(stage, index) in self.added for index in made):
+            if not made or not all(grad(stage, index) in self.added for index in made):
                 return own.b if letter == "B" else own.w
             found = self._adding[id(own), letter, stage] = own.adding(letter)
         return found
@@ -236,11 +230,12 @@ class Lowering:
         for index, name in enumerate(own.dps):
             if name is None or index in done:
                 continue
-            target = grad_key(stage, index)
+            target = grad(stage, index)
             into.append(target)
             values.append(self.key(own, stage, mb, name))
             sums += [_sum_of(own.dp_avals[name], self.job.wide)] if name in own.dp_avals else []
-            zero = own.y_avals[int(name[2:])] if _unmade(values[-1], stage, mb) else None
+            source = values[-1][0]
+            zero = own.y_avals[source.leaf] if isinstance(source, ZeroCotangent) else None
             if zero is None:
                 self.traffic.fetch(values[-1])
             else:  # a cotangent that is a gradient as it is, of an output that nobody uses
@@ -276,16 +271,16 @@ class Lowering:
         if not mine:
             return
         for leaf in mine:
-            if grad_key(*leaf) not in self.added:
-                self.out.append(Step("ZERO", writes=(grad_key(*leaf),), avals=(self.job.grad_specs[leaf],)))
-                self.added.add(grad_key(*leaf))
+            if grad(*leaf) not in self.added:
+                self.out.append(Step("ZERO", writes=(grad(*leaf),), avals=(self.job.grad_specs[leaf],)))
+                self.added.add(grad(*leaf))
         others = sorted({rank for _, rank in places} - {self.rank})
         parts: list[Key] = []
         for leaf, rank in places:
             if rank == self.rank:
-                parts.append(grad_key(*leaf))
+                parts.append(grad(*leaf))
                 continue
-            parts.append((leaf[0], -3 - rank, f"p{leaf[1]}.{number}"))
+            parts.append((PartialGrad(*leaf, rank, number), None))
         receives = [
             Step("RECV", peer=peer, number=-1 - len(self.out) - n, avals=(self.job.grad_specs[leaf],), writes=())
             for n, (peer, leaf) in enumerate((peer, leaf) for peer in others for leaf, rank in places if rank == peer)
@@ -293,14 +288,14 @@ class Lowering:
         self.out += receives
         for peer in others:
             for leaf in mine:
-                self.out.append(Step("SEND", reads=(grad_key(*leaf),), peer=peer, avals=(self.job.grad_specs[leaf],)))
+                self.out.append(Step("SEND", reads=(grad(*leaf),), peer=peer, avals=(self.job.grad_specs[leaf],)))
         arriving = [part for peer in others for part, (_, rank) in zip(parts, places, strict=True) if rank == peer]
         for step, part in zip(receives, arriving, strict=True):
             self.out.append(Step("WAIT", writes=(part,), peer=step.peer, number=step.number, avals=step.avals))
-        total = (group[0][0], -3 - self.placement.ranks, f"sum{number}")
+        total: Key = (GradSum(number), None)
         self.out.append(Step("SUM", reads=tuple(parts), writes=(total,)))
         for leaf in mine:
-            self.out.append(Step("SUM", reads=(total,), writes=(grad_key(*leaf),)))
+            self.out.append(Step("SUM", reads=(total,), writes=(grad(*leaf),)))
 
     def _wanted(self) -> Iterator[Key]:
         """Keys that must stand at the end."""
@@ -316,27 +311,13 @@ class Lowering:
                 elif not job.each:
                     yield from self._outputs(kinds, mb)
             if path[0] == self.rank and job.wants_dx:
-                yield from self._input_gradients(kinds.programs[0], kinds, mb)
+                yield from self._input_gradients(kinds, mb)
             for stage, own in kinds.programs.items():
                 if own.aux is not None and path[stage] == self.rank:
                     yield self.key(own, stage, mb, own.aux)
-
-
-def _unmade(key: Key, stage: int, mb: int) -> bool:
-    """Whether a key is that of a cotangent which no later stage gives."""
-    return key[:2] == (stage, mb) and key[2].startswith("0dy")
 
 
 def _sum_of(aval: Aval, wide: torch.dtype | None) -> Aval:
     """What gradients of an aval are added up in."""
     dtype = wide if wide is not None and aval.dtype.is_floating_point else aval.dtype
     return aval._replace(stride=contiguous(aval.shape), dtype=dtype)
-
-
-def _given(programs: Programs) -> dict[str, tuple[str, int]]:
-    """What a stage's own names for its inputs mean."""
-    p, x, k, t = programs.counts
-    names = {f"{letter}{i}": (letter, i) for letter, n in zip("pxkt", (p, x, k, t), strict=True) for i in range(n)}
-    names |= {name: ("dy", j) for j, name in enumerate(programs.dys) if name is not None}
-    names |= {f"g{i}": ("g", i) for i in range(p)}
-    return names | {"daux": ("daux", 0)}

@@ -8,7 +8,7 @@ nothing.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -19,15 +19,15 @@ from torch import fx
 from ..programs.program import Program
 from ..programs.stage_programs import Held, Programs
 from ..tree import Aval
+from .keys import Key
 from .plan import Step
-from .value_graph import Key
 
 
 @dataclass(slots=True)
 class _Storage:
     """Memory that is held: what it is called, how large it is, and how many values lie in it."""
 
-    root: Key
+    root: Hashable
     nbytes: int
     users: int = 0
 
@@ -47,13 +47,13 @@ class Ledger:
     def __init__(self, wired: bool = False) -> None:
         self.live = 0
         self.wired = wired
-        self.leaving: dict[int, list[list[Key]]] = {}
-        self.behind: dict[Key, _Storage] = {}
-        self.held: dict[Key, _Storage] = {}
+        self.leaving: dict[int, list[list[Hashable]]] = {}
+        self.behind: dict[Hashable, _Storage] = {}
+        self.held: dict[Hashable, _Storage] = {}
         self._made: dict[int, tuple[_Made, ...]] = {}
         self._excess: dict[tuple[int, tuple[int, ...]], int] = {}
 
-    def begin(self, key: Key, root: Key, nbytes: int) -> None:
+    def begin(self, key: Hashable, root: Hashable, nbytes: int) -> None:
         """A value is there, in memory of its own or in some that is held already."""
         if key in self.behind:
             return
@@ -64,13 +64,13 @@ class Ledger:
         storage.users += 1
         self.behind[key] = storage
 
-    def share(self, key: Key, storage: _Storage) -> None:
+    def share(self, key: Hashable, storage: _Storage) -> None:
         """A value is there, in the memory of another."""
         if key not in self.behind:
             storage.users += 1
             self.behind[key] = storage
 
-    def end(self, key: Key) -> None:
+    def end(self, key: Hashable) -> None:
         """A value is gone."""
         storage = self.behind.pop(key, None)
         if storage is None:
@@ -97,7 +97,7 @@ class Ledger:
         for place, given, root, nbytes in made:
             key = writes[place]
             if given is None:
-                self.begin(key, (key[0], key[1], root), nbytes)
+                self.begin(key, (key[0][0], key[1], root), nbytes)
             else:
                 source = self.behind.get(key if given < 0 else reads[given])
                 if source is not None:
@@ -109,7 +109,7 @@ class Ledger:
         found = [(place, storage) for place in ends if (storage := self.behind.get(reads[place])) is not None]
         if all(storage.users == 1 for _, storage in found):
             return tuple([place for place, _ in found])
-        count: dict[Key, int] = {}
+        count: dict[Hashable, int] = {}
         for _, storage in found:
             count[storage.root] = count.get(storage.root, 0) + 1
         return tuple([place for place, storage in found if count[storage.root] == storage.users])
@@ -122,7 +122,7 @@ class Ledger:
             self.begin(_buffer(step), _buffer(step), sum(spec.bytes for spec in step.avals))
         elif self.wired and step.kind == "SEND":
             sends = self.leaving.setdefault(step.peer, [])
-            sent = [(*key[:2], f"{key[2]} to {step.peer}") for key in step.reads]
+            sent: list[Hashable] = [(key, step.peer) for key in step.reads]
             sends.append(sent)
             for key, left in zip(step.reads, sent, strict=True):
                 storage = self.behind.get(key)
@@ -158,7 +158,7 @@ class Ledger:
     def _of_copies(self, step: Step) -> None:
         """What copies of the pipeline do together: memory for it while it is under way, then for what it gives."""
         assert step.share is not None
-        memory = (-2, step.number, "of all copies")
+        memory = ("of all copies", step.number)
         if step.kind != "WAIT":
             if step.kind != "RESHARD":
                 self.begin(memory, memory, step.share.bytes)
@@ -171,9 +171,9 @@ class Ledger:
         self.end(memory)
 
 
-def _buffer(step: Step) -> Key:
+def _buffer(step: Step) -> Hashable:
     """The memory into which a message comes."""
-    return (-2, step.number, f"from {step.peer}")
+    return ("received", step.peer, step.number)
 
 
 def _outputs(own: Programs, program: Program) -> tuple[_Made, ...]:

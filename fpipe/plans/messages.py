@@ -15,8 +15,9 @@ from ..schedules.costs import Costs
 from ..schedules.dependencies import RULE
 from ..schedules.simulation import simulate_rows
 from ..specs import Spec
+from .keys import Key
 from .plan import LoweringInput, ProgramSet, Step, spec_of
-from .value_graph import Key, Out
+from .value_graph import Out
 
 #: op -> the facts that it makes and others may wait for.
 _TRAVELS = {op: tuple(kind for kind in made if kind != "W") for op, (made, _) in RULE.items()}
@@ -114,7 +115,7 @@ class Traffic:
     def _expect(self, channel: Channel, place: int, action: Action, stage: int, fact: str) -> None:
         for rank, outs in self.outgoing(stage, fact, action.microbatch):
             if rank == self.rank:
-                keys = tuple((o.stage, action.microbatch, o.name) for o in outs)
+                keys = tuple([(o.source, action.microbatch) for o in outs])
                 for key in keys:
                     self.coming[key] = (channel, len(channel.messages))
                 channel.messages.append((keys, tuple(map(self.spec, outs))))
@@ -203,7 +204,7 @@ class Traffic:
         if going and self.ordered:
             self._post_until((self._times[self.place][1], self.rank))
         for rank, outs in going:
-            keys = tuple((o.stage, action.microbatch, o.name) for o in outs)
+            keys = tuple([(o.source, action.microbatch) for o in outs])
             specs = tuple(map(self.spec, outs))
             self.out.append(Step("SEND", action, reads=keys, peer=rank, avals=specs))
             if self.job.wired:

@@ -19,8 +19,9 @@ from ..schedule import Schedule
 from ..schedules.actions import Action, Row
 from ..specs import Spec, arriving
 from ..tree import Aval
+from .keys import Key
 from .sharding import Copies, Layout, Share
-from .value_graph import Key, ValueGraph
+from .value_graph import ValueGraph
 from .weaving.weave import Overlap, Weave
 
 Kind: TypeAlias = Literal["F", "B", "I", "W", "RECV", "WAIT", "SEND", "ADD", "ZERO", "SUM", "SETTLE",
@@ -145,21 +146,6 @@ class Plan:
         return "\n".join(lines)
 
 
-def grad_key(stage: int, index: int) -> Key:
-    """The key under which a stage's accumulated gradient stands."""
-    return (stage, -2, f"p{index}")
-
-
-def reduced_key(stage: int, index: int) -> Key:
-    """The key under which the gradient of all copies stands, or this copy's part of it."""
-    return (stage, -2, f"r{index}")
-
-
-def whole_key(stage: int, index: int) -> Key:
-    """The key under which a parameter that came in parts stands while it is whole."""
-    return (stage, -1, f"w{index}")
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
     """An instruction before slots are given out: the same, over keys."""
@@ -191,8 +177,5 @@ __all__ = [
     "Sequence",
     "Share",
     "Step",
-    "grad_key",
-    "reduced_key",
     "spec_of",
-    "whole_key",
 ]  # fmt: skip

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..tree import Aval
+from .keys import Key
 from .memory import Ledger
 from .plan import Instruction, LoweringInput, Plan, Step, spec_of
-from .value_graph import Key
 
 
 def assign(job: LoweringInput, rank: int, steps: Sequence[Step], split: int, wanted: Sequence[Key]) -> Plan:

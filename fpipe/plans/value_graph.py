@@ -1,32 +1,45 @@
 """Where values come from and where they go: the graph that stages make of each other's outputs.
 
 An ``Interface`` is what other ranks must know of a stage: its outputs and input gradients, and which of them are only
-passed on. A leaf that a stage passes on unchanged is not relayed: it goes from the rank that made it to those that use
-it, and its gradient goes from user to user. This module knows names and ranks, and no program, tensor or action order.
+passed on. A leaf that a stage passes on unchanged is not relayed: it goes from the rank that computes it to those that
+use it, and its gradient goes from user to user. This module knows names, and no rank, tensor or action order.
 
-A value's key is ``(stage, microbatch, name)``; stage -1 is the batch, stage S (one past the last) the loss or, where
-there is none, the caller.
+As readers of values, stage -1 is the caller, who wants the gradient of x, and stage S, one past the last, is the loss
+or, without one, the caller, who wants the outputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from ..programs.stage_programs import Programs
 from ..tree import Aval, Spec
-
-Key: TypeAlias = tuple[int, int, str]
+from .keys import (
+    BatchLeaf,
+    Grad,
+    OutputCotangent,
+    Param,
+    Seed,
+    Side,
+    Source,
+    State,
+    Target,
+    Value,
+    ZeroCotangent,
+    inputs,
+)
 
 
 @dataclass(frozen=True)
 class Interface:
     """A stage as others see it.
 
-    ``ys[j]`` is ``(name, aval)`` of an output the stage makes, the index of the input it passes on, or ``None`` for a
-    leaf that is no tensor (its value is in ``y_static``). ``dxs[i]`` is ``(name, aval)`` of an input gradient, the
-    index of the cotangent it passes on, or ``None``. ``takes_x`` and ``takes_dy`` say which leaves its programs read.
+    ``ys[j]`` is ``(name, aval)`` of an output that the stage computes, the index of the input it passes on, or ``None``
+    for a leaf that is no tensor (its value is in ``y_static``). ``dxs[i]`` is ``(name, aval)`` of an input gradient,
+    the index of the cotangent it passes on, or ``None``. ``takes_x`` and ``takes_dy`` say which leaves its programs
+    read.
     """
 
     y_spec: Spec
@@ -42,10 +55,10 @@ class Interface:
 
     @classmethod
     def of(cls, programs: Programs, leaves: tuple[str, ...] = ()) -> Interface:
-        """The face of programs; ``leaves`` are the paths of the stage's parameters."""
-        inputs = {name for program in (programs.f, programs.b, programs.i, programs.w) for name in program.inputs}
-        inputs |= {name for name in programs.dps if name is not None}
-        x_index = {f"x{i}": i for i in range(programs.counts[1])}
+        """The interface of programs; ``leaves`` are the paths of the stage's parameters."""
+        read = {name for program in (programs.f, programs.b, programs.i, programs.w) for name in program.inputs}
+        read |= {name for name in programs.dps if name is not None}
+        x_index = {name: i for name, (role, i) in inputs(programs).items() if role == "x"}
         dy_index = {name: j for j, name in enumerate(programs.dys) if name is not None}
         ys: list[tuple[str, Aval] | int | None] = []
         for name, aval in zip(programs.ys, programs.y_avals, strict=True):
@@ -55,86 +68,117 @@ class Interface:
             dxs.append(
                 None if name is None else dy_index[name] if name in dy_index else (name, programs.dx_avals[name])
             )
-        takes_x = tuple(f"x{i}" in inputs or f"x{i}" in programs.saved for i in range(programs.counts[1]))
-        takes_dy = tuple(name is not None and name in inputs for name in programs.dys)
+        takes_x = tuple(name in read or name in programs.saved for name in x_index)
+        takes_dy = tuple(name is not None and name in read for name in programs.dys)
         static = tuple(sorted(programs.y_static.items()))
         return cls(programs.y_spec, static, tuple(ys), tuple(dxs), programs.y_avals, takes_x, takes_dy,
                    programs.aux_aval, leaves, (programs.state_spec, programs.state_avals))  # fmt: skip
 
 
 class Out(NamedTuple):
-    """A value that a stage gives to others: its key but for the microbatch, its aval, and the stages that read it."""
+    """A value that a stage gives to others, its aval, and the stages that read it."""
 
-    stage: int
-    name: str
+    source: Source
     aval: Aval
     readers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class ValueGraph:
-    """The value graph of one kind of microbatch: one face per stage, and how many leaves enter and leave."""
+    """The value graph of one kind of microbatch: one interface per stage, and which leaves enter and leave.
+
+    The sources that its methods return hold for every microbatch of the kind.
+    """
 
     interfaces: tuple[Interface, ...]
-    sink_dxs: tuple[tuple[str, Aval] | int | None, ...]  # cotangents of the last outputs, as the sink names them
+    sink_dxs: tuple[tuple[str, Aval] | int | None, ...]  # cotangents of the last outputs, as the loss names them
     sink_takes: tuple[bool, ...]
     batch: tuple[Aval | None, ...]  # of the leaves of x
-    _to: dict[tuple[str, int], tuple[Out, ...]] = field(default_factory=dict, compare=False, repr=False)
+    has_loss: bool = True  # without one the caller passes the cotangents of the last outputs
+    _outs: dict[tuple[str, int], tuple[Out, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def stages(self) -> int:
-        """How many there are."""
+        """The number of stages."""
         return len(self.interfaces)
 
-    # ---- keys ---------------------------------------------------------------------------------------------------
-    def forward(self, stage: int, leaf: int, mb: int) -> Key:
-        """Who made output ``leaf`` of ``stage`` (stage -1: the batch)."""
+    # ---- sources ------------------------------------------------------------------------------------------------
+    def forward(self, stage: int, leaf: int) -> Source:
+        """The source of output ``leaf`` of ``stage`` (stage -1: the batch)."""
         while stage >= 0:
             source = self.interfaces[stage].ys[leaf]
             if not isinstance(source, int):
-                assert source is not None, "a leaf that is no tensor has no key"
-                return (stage, mb, source[0])
+                assert source is not None, "a leaf that is no tensor has no source"
+                return Value(stage, source[0])
             stage, leaf = stage - 1, source
-        return (-1, mb, f"x{leaf}")
+        return BatchLeaf(leaf)
 
-    def cotangent(self, stage: int, leaf: int, mb: int) -> Key | None:
-        """Who makes the gradient of output ``leaf`` of ``stage``; ``None``: nobody, it is zero.
+    def cotangent(self, stage: int, leaf: int) -> Source | None:
+        """The source of the gradient of output ``leaf`` of ``stage``; ``None``: nothing computes it, it is zero.
 
-        Where the loss passes on what it was given, that is the loss's own cotangent, which every rank is fed.
+        Where the loss passes its cotangent on, that is the seed of the loss, which every rank is fed.
         """
         while stage < self.stages:
             above = self.sink_dxs if stage == self.stages - 1 else self.interfaces[stage + 1].dxs
             source = above[leaf] if leaf < len(above) else None
             if not isinstance(source, int):
-                return None if source is None else (stage + 1, mb, source[0])
+                return None if source is None else self._gradient(stage + 1, leaf, source[0])
             stage, leaf = stage + 1, source
-        return (stage, mb, f"dy{leaf}")
+        return Seed(stage)
+
+    def _gradient(self, stage: int, leaf: int, name: str) -> Source:
+        """The gradient of input ``leaf`` of a stage that computes it under a name."""
+        return Value(stage, name) if stage < self.stages or self.has_loss else OutputCotangent(leaf)
+
+    def outputs(self) -> tuple[Source, ...]:
+        """The sources of the last stage's outputs that are tensors."""
+        return tuple(
+            self.forward(self.stages - 1, j) for j, y in enumerate(self.interfaces[-1].ys) if y is not None
+        )  # fmt: skip
+
+    def input_gradients(self) -> tuple[Source, ...]:
+        """The sources of the gradients of x that are not zero."""
+        found = (self.cotangent(-1, i) for i in range(len(self.interfaces[0].dxs)))
+        return tuple(source for source in found if source is not None)
+
+    def source(self, programs: Programs, stage: int, name: str) -> Source:
+        """What a stage's programs mean by a name; stage S is the loss."""
+        role, leaf = inputs(programs).get(name, ("computed", 0))
+        if role == "computed":
+            return Value(stage, name)
+        if role == "x":
+            beyond = leaf - len(self.interfaces[-1].ys) if stage == self.stages else -1
+            return self.forward(stage - 1, leaf) if beyond < 0 else Target(beyond)
+        if role == "cotangent" and stage < self.stages:
+            return self.cotangent(stage, leaf) or ZeroCotangent(stage, leaf)
+        if role == "cotangent" or role == "aux cotangent":
+            return Seed(stage)
+        return {"param": Param, "side": Side, "state": State, "grad": Grad}[role](stage, leaf)
 
     # ---- messages -----------------------------------------------------------------------------------------------
     def users(self, stage: int, fact: str) -> tuple[Out, ...]:
-        """What leaves ``stage`` after F ("F") or after I or B ("I").
+        """The values that leave ``stage`` after F ("F") or after I or B ("I").
 
-        What the batch holds leaves with F of stage 0, under the key it has there.
+        Leaves of the batch leave with F of stage 0.
         """
-        found = self._to.get((fact, stage))
-        if found is None:
-            made = self._forward(stage) if fact == "F" else self._backward(stage)
-            merged: dict[tuple[int, str], Out] = {}
-            for out in made:
-                old = merged.get(out[:2])
-                merged[out[:2]] = out if old is None else out._replace(readers=old.readers + out.readers)
-            found = self._to[fact, stage] = tuple(merged.values())
-        return found
+        cached = self._outs.get((fact, stage))
+        if cached is None:
+            merged: dict[Source, Out] = {}
+            for out in self._forward(stage) if fact == "F" else self._backward(stage):
+                old = merged.get(out.source)
+                merged[out.source] = out if old is None else out._replace(readers=old.readers + out.readers)
+            cached = self._outs[fact, stage] = tuple(merged.values())
+        return cached
 
     def _forward(self, stage: int) -> Iterator[Out]:
         if stage == 0:
             for i, aval in enumerate(self.batch):
                 readers = tuple(s for s in self._readers(-1, i) if s != 0)
                 if aval is not None and readers:
-                    yield Out(-1, f"x{i}", aval, readers)
-        for j, made in enumerate(self.interfaces[stage].ys):
-            if isinstance(made, tuple):
-                yield Out(stage, *made, tuple(self._readers(stage, j)))
+                    yield Out(BatchLeaf(i), aval, readers)
+        for j, y in enumerate(self.interfaces[stage].ys):
+            if isinstance(y, tuple):
+                yield Out(Value(stage, y[0]), y[1], tuple(self._readers(stage, j)))
 
     def _readers(self, stage: int, leaf: int) -> Iterator[int]:
         above = stage + 1
@@ -142,26 +186,26 @@ class ValueGraph:
             if leaf >= len(self.sink_takes) or self.sink_takes[leaf]:
                 yield above
             return
-        face = self.interfaces[above]
-        if face.takes_x[leaf]:
+        interface = self.interfaces[above]
+        if interface.takes_x[leaf]:
             yield above
-        for k, source in enumerate(face.ys):
+        for k, source in enumerate(interface.ys):
             if isinstance(source, int) and source == leaf:
                 yield from self._readers(above, k)
 
     def _backward(self, stage: int) -> Iterator[Out]:
         dxs = self.sink_dxs if stage == self.stages else self.interfaces[stage].dxs
-        for i, made in enumerate(dxs):
-            if isinstance(made, tuple):
-                yield Out(stage, *made, tuple(self._takers(stage - 1, i)))
+        for i, dx in enumerate(dxs):
+            if isinstance(dx, tuple):
+                yield Out(self._gradient(stage, i, dx[0]), dx[1], tuple(self._takers(stage - 1, i)))
 
     def _takers(self, stage: int, leaf: int) -> Iterator[int]:
         if stage < 0:
             yield -1
             return
-        face = self.interfaces[stage]
-        if leaf < len(face.takes_dy) and face.takes_dy[leaf]:
+        interface = self.interfaces[stage]
+        if leaf < len(interface.takes_dy) and interface.takes_dy[leaf]:
             yield stage
-        for i, source in enumerate(face.dxs):
+        for i, source in enumerate(interface.dxs):
             if isinstance(source, int) and source == leaf:
                 yield from self._takers(stage - 1, i)

@@ -13,6 +13,7 @@ import torch
 from .. import tree
 from ..collectives.group import Group
 from ..errors import BatchError
+from ..plans.keys import BatchLeaf, OutputCotangent, Param, Seed, Side, State, Target
 from ..plans.plan import Plan
 from ..plans.sharding import Copies
 from ..stage import keyword_only
@@ -131,7 +132,6 @@ class Feeder:
     def __init__(self, plan: Plan, resolved: Resolved, device: torch.device):
         self.device = device
         self.move = device.type != "cpu"
-        stages = resolved.request.schedule.stages
         self.params: list[tuple[int, int, int]] = []
         self.states: list[tuple[int, int, int]] = []
         self.x: list[tuple[int, int, int]] = []
@@ -139,22 +139,25 @@ class Feeder:
         self.sides: list[tuple[int, int, int, int]] = []
         self.seeds: dict[torch.dtype, list[tuple[int, int]]] = {}
         self.cotangents: list[tuple[int, int, int]] = []
-        for (stage, mb, name), slot in plan.feeds.items():
-            letter = name.rstrip("0123456789")
-            index = int(name[len(letter) :] or 0)
-            if mb == -1:
-                (self.params if letter == "p" else self.states).append((slot, stage, index))
-            elif letter == "k":
-                self.sides.append((slot, stage, mb, index))
-            elif stage == -1:
-                self.x.append((slot, mb, index))
-            elif letter == "dx":
-                self.cotangents.append((slot, mb, index))
-            elif letter == "x":
-                which, place = _target(resolved, mb, index)
-                self.targets.setdefault(which, []).append((slot, mb, place))
-            else:
-                self.seeds.setdefault(_seed_dtype(resolved, stage, mb, stages), []).append((slot, mb))
+        for key, slot in plan.feeds.items():
+            match key:
+                case (Param(stage, leaf), None):
+                    self.params.append((slot, stage, leaf))
+                case (State(stage, leaf), None):
+                    self.states.append((slot, stage, leaf))
+                case (Side(stage, leaf), int(mb)):
+                    self.sides.append((slot, stage, mb, leaf))
+                case (BatchLeaf(leaf), int(mb)):
+                    self.x.append((slot, mb, leaf))
+                case (Target(leaf), int(mb)):
+                    which, place = _target(resolved, mb, leaf)
+                    self.targets.setdefault(which, []).append((slot, mb, place))
+                case (OutputCotangent(leaf), int(mb)):
+                    self.cotangents.append((slot, mb, leaf))
+                case (Seed(stage), int(mb)):
+                    self.seeds.setdefault(_seed_dtype(resolved, stage, mb), []).append((slot, mb))
+                case _:
+                    raise AssertionError(f"no value is fed under {key}")
 
     def fill(self, r: Registers, values: Values) -> None:
         """Lay a call's values into the registers."""
@@ -194,9 +197,8 @@ class Feeder:
 
 
 def _target(resolved: Resolved, mb: int, index: int) -> tuple[int, int]:
-    """Which target a leaf of the loss's input is, for a microbatch, and its place in that target."""
+    """The target that a leaf of all targets belongs to, for a microbatch, and its place in that target."""
     kind = resolved.request.kind_of[mb]
-    index -= len(resolved.interfaces[kind][-1].ys)
     for which, target in enumerate(resolved.request.kinds[kind][1]):
         if index < len(target.leaves):
             return which, index
@@ -204,9 +206,9 @@ def _target(resolved: Resolved, mb: int, index: int) -> tuple[int, int]:
     raise AssertionError("the loss reads a leaf that no target has")
 
 
-def _seed_dtype(resolved: Resolved, stage: int, mb: int, stages: int) -> torch.dtype:
+def _seed_dtype(resolved: Resolved, stage: int, mb: int) -> torch.dtype:
     kind = resolved.request.kind_of[mb]
-    if stage == stages:
+    if stage == resolved.request.schedule.stages:
         loss = resolved.loss[kind]
         assert loss is not None and loss.y_avals[0] is not None
         return loss.y_avals[0].dtype

@@ -213,7 +213,7 @@ class _Kind:
             takes = tuple(reads or leaf in given_back for leaf, reads in enumerate(sink.takes_x))
             return ValueGraph(tuple(self.interfaces), sink.dxs, takes, batch)
         dxs = tuple((f"dx{j}", a) if a is not None and a.grad else None for j, a in enumerate(last.y_avals))
-        return ValueGraph(tuple(self.interfaces), dxs, (True,) * len(last.ys), batch)
+        return ValueGraph(tuple(self.interfaces), dxs, (True,) * len(last.ys), batch, has_loss=False)
 
     def trace_loss(self) -> None:
         """The loss's programs; known to every process, since targets' shapes are."""

@@ -11,8 +11,8 @@ import torch
 
 from .. import tree
 from ..errors import MismatchError
-from ..plans.plan import ProgramSet, grad_key, reduced_key, spec_of
-from ..plans.value_graph import Key
+from ..plans.keys import Key, Value, grad, reduced_grad
+from ..plans.plan import ProgramSet, spec_of
 from ..programs.stage_programs import Programs
 from ..schedules.actions import plain
 from ..specs import Spec
@@ -201,20 +201,15 @@ class Results:
             for stage, face in enumerate(self.resolved.interfaces[kind]):
                 if face.aux is not None and path[stage] == rank:
                     name = self._programs(rank, kind, stage).aux if mine else ""
-                    out.append(((stage, mb), (stage, mb, name or ""), face.aux))
+                    out.append(((stage, mb), (Value(stage, name or ""), mb), face.aux))
         return out
 
     def _loss_key(self, loss: Programs, mb: int, leaf: int) -> Key:
         """Where a leaf of what the loss returned stands; it may be an input that was passed on."""
         name = loss.ys[leaf]
         assert name is not None
-        kind, _ = self._kind(mb)
-        job = next(iter(self.resolved.job.values()))
-        if name[:1] == "x" and name[1:].isdigit():
-            index = int(name[1:])
-            if index < len(self.resolved.interfaces[kind][-1].ys):
-                return job.kinds[kind].graph.forward(self.stages - 1, index, mb)
-        return (self.stages, mb, name)
+        _, kinds = self._kind(mb)
+        return (kinds.graph.source(loss, self.stages, name), mb)
 
     def _programs(self, rank: int, kind: int, stage: int) -> Programs:
         return self.resolved.job[rank].kinds[kind].programs[stage]
@@ -256,7 +251,7 @@ class Results:
         mine = rank in self.group.here
         made: Sequence[Any] | None = None
         if mine:
-            made = [self._get(rank, kinds.graph.forward(self.stages - 1, j, mb)) for j in tensors]
+            made = [self._get(rank, (source, mb)) for source in kinds.graph.outputs()]
         if self.pipe.outputs == "everywhere" and not self.alone:
             specs = tuple(spec_of(aval) for aval in avals if aval is not None)
             made = self.group.share(None if made is None else tuple(made), specs, rank)
@@ -294,7 +289,7 @@ class Results:
             results = self.resolved.bound[rank].plan.results
             places: list[tuple[int | None, bool]] = []
             for index, leaf in enumerate(group.leaves):
-                own, reduced = grad_key(stage, index), reduced_key(stage, index)
+                own, reduced = grad(stage, index), reduced_grad(stage, index)
                 wanted = isinstance(leaf, Aval) and leaf.grad
                 slot = results.get(reduced, results.get(own, -1)) if wanted else None
                 places.append((slot, reduced not in results))
@@ -315,9 +310,9 @@ class Results:
                 if not isinstance(leaf, Aval) or not leaf.grad:
                     leaves.append(None)
                     continue
-                key = kinds.graph.cotangent(-1, index, mb)
+                source = kinds.graph.cotangent(-1, index)
                 value = self.values.x.rows[mb][index]
-                found = torch.zeros_like(value) if key is None else self._get(rank, key)
+                found = torch.zeros_like(value) if source is None else self._get(rank, (source, mb))
                 leaves.append(found if copies is None else copies.divided(found))
             out.append(tree.unflatten(x.spec, leaves))
         return out
@@ -345,7 +340,7 @@ class Results:
         if home in self.group.here:
             own = self._programs(home, kind, stage)
             names = own.new_state if last else ()
-            values = [self._get(home, (stage, last[0], n)) for n in names] or list(self.values.states[stage])
+            values = [self._get(home, (Value(stage, n), last[0])) for n in names] or list(self.values.states[stage])
         if told:
             values = self.group.share(None if values is None else tuple(values), tuple(map(spec_of, avals)), home)
         assert values is not None and spec is not None

@@ -17,8 +17,8 @@ from ...errors import WeaveError
 from ...programs.program import Program
 from ...programs.stage_programs import Held, Programs
 from ...schedules.actions import Action, AnyAction
+from ..keys import CALLERS, BatchLeaf, Key, inputs
 from ..plan import Step
-from ..value_graph import Key
 from .estimates import LINKS
 from .search import weave
 from .segments import Segment, collectives_of, segments_of, whole
@@ -176,14 +176,15 @@ class Fusing:
         pace = max((link.pace for link in links.values()), default=1.0)
         for piece in pieces:
             own, program, line = piece.own, piece.segment.program, piece.line
+            known = inputs(own)
 
             def key(name: str, piece: Piece = piece) -> Any:
-                found = self.low.key(piece.own, piece.stage, piece.action.microbatch, name)
-                return (piece.line, found[0], found[2]) if found[1] == piece.action.microbatch else found
+                source, mb = self.low.key(piece.own, piece.stage, piece.action.microbatch, name)
+                return (piece.line, source) if mb == piece.action.microbatch else (source, mb)
 
             for name in (*program.inputs, *program.outputs):
                 held = own.memory.get(name)
-                if held is not None and not (held.given and held.root[0] in "pkt"):
+                if held is not None and not (held.given and known.get(held.root, ("", 0))[0] in CALLERS):
                     # a value that came from elsewhere is known by the name that it has there
                     sizes[key(name)] = (key(held.root) if held.given else (line, piece.stage, held.root), held.nbytes)
             name = "loss" if piece.stage != piece.action.stage else piece.segment.name
@@ -215,7 +216,7 @@ class Fusing:
         writes: list[Key] = []
         for part, own, each in mains:
             reads += low.have(part, own, each, part.stage)
-            writes += [(part.stage, part.microbatch, name) for name in each.outputs]
+            writes += low.writes(each, part.stage, part.microbatch)
         low.here.update(writes)
         owner = replace(mains[0][1], memory=dict(_memory(mains)))
         low.out.append(Step("F", action.parts[0], tuple(reads), tuple(writes), program, owner))
@@ -273,7 +274,7 @@ class _Ends:
             facts.insert(0, (stage + 1, "I"))
         for stage_of, fact in facts:
             going = self.low.traffic.outgoing(stage_of, fact, mb)
-            keys = [(out.stage, mb, out.name) for _, outs in going for out in outs]
+            keys: list[Key] = [(out.source, mb) for _, outs in going for out in outs]
             yield part, stage_of, fact, keys, {rank for rank, _ in going}
 
     def after(self, number: int) -> None:
@@ -296,7 +297,7 @@ class _Ends:
         waiting: set[int] = set()
         for send in list(self.sends):
             part, stage, fact, keys, peers = send
-            there = every or all(key in self.low.here or key[0] < 0 for key in keys)
+            there = every or all(key in self.low.here or isinstance(key[0], BatchLeaf) for key in keys)
             if there and not waiting & peers:
                 self.low.traffic.send(part, stage, fact)
                 self.sends.remove(send)

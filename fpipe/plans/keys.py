@@ -1,0 +1,184 @@
+"""Keys: how a plan names the values that it moves.
+
+A key is a pair ``(source, microbatch)``. The source says what the value is: one of the named tuples below. The
+microbatch is ``None`` for values that belong to the whole call, such as parameters. The last field of every source is a
+constant, so that sources of different classes are never equal although they are plain tuples, which hash and compare
+fast.
+
+The programs of a stage have short names for their inputs (``p0``, ``x1``, ``dy2``); ``inputs`` is the only place that
+says what these mean. This module knows no ranks, messages, slots or tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
+
+from ..programs.stage_programs import Programs, numbered
+
+
+class Value(NamedTuple):
+    """What a program of a stage computes, under the program's name for it; the loss is one stage past the last."""
+
+    stage: int
+    name: str
+    kind: Literal["value"] = "value"
+
+
+class BatchLeaf(NamedTuple):
+    """A leaf of x."""
+
+    leaf: int
+    kind: Literal["batch"] = "batch"
+
+
+class Target(NamedTuple):
+    """A leaf of the targets, counted through all of them."""
+
+    leaf: int
+    kind: Literal["target"] = "target"
+
+
+class Side(NamedTuple):
+    """A leaf of a stage's side inputs, or of the loss's."""
+
+    stage: int
+    leaf: int
+    kind: Literal["side"] = "side"
+
+
+class Seed(NamedTuple):
+    """The cotangent of a stage's auxiliary loss or, one stage past the last, of the loss."""
+
+    stage: int
+    kind: Literal["seed"] = "seed"
+
+
+class OutputCotangent(NamedTuple):
+    """The cotangent of a leaf of the last stage's outputs, where the caller passes it."""
+
+    leaf: int
+    kind: Literal["output cotangent"] = "output cotangent"
+
+
+class ZeroCotangent(NamedTuple):
+    """The cotangent of a stage's output that nothing uses: zero."""
+
+    stage: int
+    leaf: int
+    kind: Literal["zero cotangent"] = "zero cotangent"
+
+
+class Param(NamedTuple):
+    """A leaf of a stage's parameters as the caller passes it: whole, or this copy's part."""
+
+    stage: int
+    leaf: int
+    kind: Literal["param"] = "param"
+
+
+class WholeParam(NamedTuple):
+    """A leaf of a stage's parameters, gathered from the parts of all copies."""
+
+    stage: int
+    leaf: int
+    kind: Literal["whole param"] = "whole param"
+
+
+class State(NamedTuple):
+    """A leaf of a stage's state before the first microbatch."""
+
+    stage: int
+    leaf: int
+    kind: Literal["state"] = "state"
+
+
+class Grad(NamedTuple):
+    """The gradient of a parameter, accumulated over microbatches."""
+
+    stage: int
+    leaf: int
+    kind: Literal["grad"] = "grad"
+
+
+class ReducedGrad(NamedTuple):
+    """The gradient of a parameter reduced over all copies, or this copy's part of it."""
+
+    stage: int
+    leaf: int
+    kind: Literal["reduced grad"] = "reduced grad"
+
+
+class PartialGrad(NamedTuple):
+    """Another rank's gradient of a parameter, received to be summed as part of a group."""
+
+    stage: int
+    leaf: int
+    rank: int
+    group: int
+    kind: Literal["partial grad"] = "partial grad"
+
+
+class GradSum(NamedTuple):
+    """The sum of the gradients of a group: of the ranks of a replicated stage, or of tied parameters."""
+
+    group: int
+    kind: Literal["grad sum"] = "grad sum"
+
+
+Source: TypeAlias = (
+    Value | BatchLeaf | Target | Side | Seed | OutputCotangent | ZeroCotangent
+    | Param | WholeParam | State | Grad | ReducedGrad | PartialGrad | GradSum
+)  # fmt: skip
+Key: TypeAlias = tuple[Source, int | None]
+
+
+def grad(stage: int, leaf: int) -> Key:
+    """The key of a parameter's gradient on this rank."""
+    return (Grad(stage, leaf), None)
+
+
+def reduced_grad(stage: int, leaf: int) -> Key:
+    """The key of a parameter's gradient reduced over the copies."""
+    return (ReducedGrad(stage, leaf), None)
+
+
+def param(stage: int, leaf: int) -> Key:
+    """The key of a parameter as the caller passes it."""
+    return (Param(stage, leaf), None)
+
+
+def whole_param(stage: int, leaf: int) -> Key:
+    """The key of a gathered parameter."""
+    return (WholeParam(stage, leaf), None)
+
+
+# ---- the names that programs use ------------------------------------------------------------------------------------
+Role: TypeAlias = Literal["param", "x", "side", "state", "cotangent", "aux cotangent", "grad"]
+#: The roles of inputs that the caller passes and keeps.
+CALLERS: frozenset[Role] = frozenset({"param", "side", "state"})
+
+
+class Input(NamedTuple):
+    """What an input of a stage's programs is: which leaf in which role."""
+
+    role: Role
+    leaf: int
+
+
+_INPUTS: WeakKeyDictionary[Programs, Mapping[str, Input]] = WeakKeyDictionary()
+
+
+def inputs(programs: Programs) -> Mapping[str, Input]:
+    """The names of a stage's programs for their inputs; any other name is that of a value that one of them computes."""
+    cached = _INPUTS.get(programs)
+    if cached is None:
+        params, xs, sides, states = programs.counts
+        table: tuple[tuple[str, Role, int], ...] = (
+            ("p", "param", params), ("x", "x", xs), ("k", "side", sides), ("t", "state", states), ("g", "grad", params),
+        )  # fmt: skip
+        names = {name: Input(role, i) for prefix, role, n in table for i, name in enumerate(numbered(prefix, n))}
+        names |= {name: Input("cotangent", j) for j, name in enumerate(programs.dys) if name is not None}
+        cached = _INPUTS[programs] = names | {"daux": Input("aux cotangent", 0)}
+    return cached
