@@ -11,7 +11,7 @@ This is the public face: a table of names, and nothing else. A name loads its mo
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
-from ._version import __version__ as __version__
+__version__ = "0.1.0"
 
 #: module -> the public names that it brings, parted by blanks. The block below tells type checkers the same.
 _TABLE = {

@@ -1,4 +1,4 @@
-"""Pytrees and their abstract form: structure, shapes and dtypes without data.
+"""Pytrees and their abstract form: structure, shapes and dtypes without data, and strides of what is sent.
 
 optree flattens and unflattens. ``None`` is an empty node, so a missing stage or a frozen leaf needs no special case.
 The user's classes are nodes where they are registered under the namespace "fpipe", as by
@@ -17,18 +17,18 @@ import optree
 import torch
 
 Tree: TypeAlias = Any
-Spec: TypeAlias = optree.PyTreeSpec
+Structure: TypeAlias = optree.PyTreeSpec
 
 #: Where users register their classes; optree also looks in the global namespace.
 NAMESPACE = "fpipe"
 
-flatten: Callable[[Tree], tuple[list[Any], Spec]] = partial(optree.tree_flatten, namespace=NAMESPACE)  # type: ignore[assignment]
-unflatten: Callable[[Spec, Iterable[Any]], Tree] = optree.tree_unflatten  # type: ignore[assignment]
+flatten: Callable[[Tree], tuple[list[Any], Structure]] = partial(optree.tree_flatten, namespace=NAMESPACE)  # type: ignore[assignment]
+unflatten: Callable[[Structure, Iterable[Any]], Tree] = optree.tree_unflatten  # type: ignore[assignment]
 leaves: Callable[[Tree], list[Any]] = partial(optree.tree_leaves, namespace=NAMESPACE)  # type: ignore[assignment]
 tree_map: Callable[..., Tree] = partial(optree.tree_map, namespace=NAMESPACE)
 
 
-def together(specs: Sequence[Spec]) -> Spec:
+def together(specs: Sequence[Structure]) -> Structure:
     """The structure of a tuple of trees.
 
     >>> unflatten(together([flatten([1])[1], flatten(2)[1]]), [3, 4])
@@ -208,7 +208,7 @@ class AbstractTree:
     '3, float32[2]'
     """
 
-    spec: Spec
+    spec: Structure
     leaves: tuple[AbstractLeaf, ...]
 
     @classmethod
@@ -218,7 +218,7 @@ class AbstractTree:
         return cls.flat(spec, flat, grad)
 
     @classmethod
-    def flat(cls, spec: Spec, leaves: Sequence[Any], grads: Sequence[bool] | bool = False) -> AbstractTree:
+    def flat(cls, spec: Structure, leaves: Sequence[Any], grads: Sequence[bool] | bool = False) -> AbstractTree:
         """The same from flat leaves; ``grads`` may differ by leaf."""
         flags = [grads] * len(leaves) if isinstance(grads, bool) else grads
         return cls(spec, tuple(map(abstract, leaves, flags)))
@@ -247,3 +247,78 @@ class AbstractTree:
         shown = self.leaves[: 6 if len(self.leaves) > 7 else 7]
         more = [f"and {len(self.leaves) - len(shown)} more"] if len(self.leaves) > len(shown) else []
         return ", ".join([*map(str, shown), *more])
+
+
+# ---- one tensor as it is stored and sent ----------------------------------------------------------------------------
+class Spec(NamedTuple):
+    """One tensor of a message: what sender and receiver must agree on before it is sent.
+
+    >>> Spec.of(torch.zeros(2, 3).T)
+    Spec(shape=(3, 2), stride=(1, 3), dtype=torch.float32)
+    >>> Spec.of(torch.zeros(4, 4)[:, :2]).stride  # gaps are not sent: it arrives contiguous
+    (2, 1)
+    >>> Spec.of(torch.zeros(1, 3).expand(5, 3)).stride  # nor are repeated rows: one row is sent
+    (0, 1)
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Spec:
+        """The Spec under which a tensor (fake tensors included) arrives at its receiver."""
+        shape = tuple(tensor.shape)
+        return cls(shape, arriving(shape, tuple(tensor.stride())), tensor.dtype)
+
+    @property
+    def stored(self) -> int:
+        """The number of elements stored and sent: expanded axes count once."""
+        count = 1
+        for size, step in zip(self.shape, self.stride, strict=True):
+            count *= size if step or not size else 1
+        return count
+
+    @property
+    def bytes(self) -> int:
+        """The number of bytes sent."""
+        return self.stored * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype}{list(self.shape)}"
+
+
+def arriving(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """The strides with which a tensor arrives: unchanged where its memory has no gaps, contiguous otherwise.
+
+    Strides of 0 are kept: only what is stored is sent. Axes of one element, and tensors without elements, do not
+    determine a memory layout and get the strides of a contiguous tensor.
+
+    >>> arriving((2, 3), (1, 2)), arriving((2, 3), (8, 2)), arriving((4, 3), (0, 1))
+    ((1, 2), (3, 1), (0, 1))
+    """
+    if 0 in shape:
+        return contiguous(shape)
+    repeats = [step == 0 and size > 1 for size, step in zip(shape, stride, strict=True)]
+    stored = [1 if repeat else size for size, repeat in zip(shape, repeats, strict=True)]
+    plain = contiguous(stored)
+    expected, dense = 1, True
+    for step, size in sorted((step, size) for step, size in zip(stride, stored, strict=True) if size > 1):
+        dense = dense and step == expected
+        expected *= size
+    axes = zip(stored, stride if dense else plain, plain, repeats, strict=True)
+    return tuple(0 if repeat else step if size > 1 else other for size, step, other, repeat in axes)
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor.
+
+    >>> contiguous((2, 3, 4))
+    (12, 4, 1)
+    """
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import GroupError
-from ..specs import Spec
+from ..tree import Spec
 from ._store import Store
 from .adapt import reduction, sending
 from .capabilities import Capabilities

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MismatchError
-from ..specs import Spec
+from ..tree import Spec
 
 
 class Work(Protocol):

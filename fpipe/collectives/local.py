@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DeadlockError, GroupError
-from ..specs import Spec
+from ..tree import Spec
 from .group import Done, Group, Work, check_message, part_of
 from .wire import lay_out
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MismatchError
-from ..specs import Spec, contiguous
+from ..tree import Spec, contiguous
 from .group import check_message
 
 #: Alignment of tensors in a shared buffer: that of torch's allocator, since the bits of a product may depend on it.

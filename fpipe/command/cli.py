@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 
-from .._version import __version__
+from .. import __version__
 from ..errors import FpipeError, ScheduleError
 from ..generators import about_schedule, comparison, is_path, read_schedule, schedule_from, schedule_names
 from ..schedule import Schedule

@@ -16,7 +16,7 @@ import click
 import torch
 import torch.distributed as dist
 
-from .._version import __version__
+from .. import __version__
 from ..collectives.adapt import OPS, reduction, sending
 from ..collectives.c10d import C10dGroup
 from ..collectives.capabilities import DTYPES, Capabilities, Status

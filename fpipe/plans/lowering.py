@@ -16,8 +16,7 @@ import torch
 from ..programs.program import Program
 from ..programs.stage_programs import Programs
 from ..schedules.actions import Action, Fused, plain
-from ..specs import contiguous
-from ..tree import Aval
+from ..tree import Aval, contiguous
 from .gathering import Zero
 from .keys import BatchLeaf, GradSum, Key, PartialGrad, State, Value, ZeroCotangent, grad, inputs
 from .messages import Traffic

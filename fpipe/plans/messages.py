@@ -14,7 +14,7 @@ from ..schedules.actions import Action, plain
 from ..schedules.costs import Costs
 from ..schedules.dependencies import RULE
 from ..schedules.simulation import simulate_rows
-from ..specs import Spec
+from ..tree import Spec
 from .keys import Key
 from .plan import LoweringInput, ProgramSet, Step, spec_of
 from .value_graph import Out

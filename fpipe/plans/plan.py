@@ -17,8 +17,7 @@ from ..programs.program import Program
 from ..programs.stage_programs import Programs
 from ..schedule import Schedule
 from ..schedules.actions import Action, Row
-from ..specs import Spec, arriving
-from ..tree import Aval
+from ..tree import Aval, Spec, arriving
 from .keys import Key
 from .sharding import Copies, Layout, Share
 from .value_graph import ValueGraph

@@ -270,7 +270,7 @@ class Shares:
 
     def __init__(self, copies: Copies):
         self.copies = copies
-        self.layouts: dict[int, tuple[tree.Spec, Layout]] = {}
+        self.layouts: dict[int, tuple[tree.Structure, Layout]] = {}
 
     def flags(self, stage: int, value: Any, frozen: Sequence[str]) -> list[bool | None]:
         """Whether each leaf is trained; ``None``: it is not shared."""
@@ -300,7 +300,7 @@ class Shares:
                 leaves[index] = leaf
         return tree.unflatten(spec, leaves)
 
-    def _known(self, stage: int) -> tuple[tree.Spec, Layout]:
+    def _known(self, stage: int) -> tuple[tree.Structure, Layout]:
         if stage not in self.layouts:
             raise StageError(
                 f"nothing is known of the whole of stage {stage}; call pipe.shard(params) with whole parameters first "

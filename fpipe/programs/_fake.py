@@ -26,8 +26,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.traceback import preserve_node_meta
 
 from ..errors import ActionError, TraceError
-from ..specs import arriving
-from ..tree import AbstractTree, Aval
+from ..tree import AbstractTree, Aval, arriving
 from .stage_programs import Held
 
 _DATA = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)

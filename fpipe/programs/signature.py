@@ -36,10 +36,10 @@ class Signature(NamedTuple):
 class Outputs:
     """What a first, fake run of the function tells: the structure and the avals of what it returns."""
 
-    y_spec: tree.Spec
+    y_spec: tree.Structure
     y: tuple[Any, ...]  # Aval, or a value that is no tensor
     aux: Aval | None
-    state_spec: tree.Spec | None
+    state_spec: tree.Structure | None
     state: tuple[Aval, ...] = ()
     copies: bool = False  # inputs must be copied first: the function writes into them
 

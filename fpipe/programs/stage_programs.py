@@ -43,14 +43,14 @@ class Programs:
     i: Program
     w: Program
     counts: tuple[int, int, int, int]  # leaves of params, x, side, state
-    y_spec: tree.Spec
+    y_spec: tree.Structure
     y_static: Mapping[int, Any]  # output leaves that are not tensors
     ys: tuple[str | None, ...]
     y_avals: tuple[Aval | None, ...]
     aux: str | None
     aux_aval: Aval | None
     new_state: tuple[str, ...]
-    state_spec: tree.Spec | None
+    state_spec: tree.Structure | None
     dys: tuple[str | None, ...]
     daux: Aval | None
     dps: tuple[str | None, ...]
@@ -150,8 +150,8 @@ class Bundle:
     """Values on their way from one program to the next, by name, with the structures to give gradients back in."""
 
     values: Mapping[str, Any]
-    p_spec: tree.Spec
-    x_spec: tree.Spec
+    p_spec: tree.Structure
+    x_spec: tree.Structure
     p_like: tuple[Any, ...] = ()
     x_like: tuple[Any, ...] = ()
 
@@ -184,7 +184,7 @@ def _cotangents(own: Programs, dy: Any, aux: Any) -> dict[str, Any]:
     return values
 
 
-def _grads(names: Sequence[str | None], like: Sequence[Any], spec: tree.Spec, values: Mapping[str, Any]) -> Any:
+def _grads(names: Sequence[str | None], like: Sequence[Any], spec: tree.Structure, values: Mapping[str, Any]) -> Any:
     zero = [torch.zeros_like(t) if tree.is_floating(t) else None for t in like]
     return tree.unflatten(spec, [z if n is None else values[n] for n, z in zip(names, zero, strict=True)])
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from .. import tree
-from .._version import __version__
+from .. import __version__, tree
 from ..collectives.group import Group
 from ..errors import MismatchError, StageError
 from ..plans.collective_order import lower_together
@@ -26,9 +25,8 @@ from ..programs.losses import check_scalar, loss_stage
 from ..programs.stage_programs import Programs
 from ..programs.tracing import Signature, programs_of
 from ..schedule import Schedule
-from ..specs import Spec, contiguous
 from ..stage import Stage
-from ..tree import AbstractTree, Aval, Static
+from ..tree import AbstractTree, Aval, Spec, Static, contiguous
 from .handshake import agree, tag_of, together
 from .loop import Check, Executable, Options, bind
 
@@ -237,7 +235,7 @@ class _Kind:
         return ProgramSet(self.graph(), {s: self.programs[s, device] for s in held}, self.loss)
 
 
-def _paths(spec: tree.Spec) -> tuple[str, ...]:
+def _paths(spec: tree.Structure) -> tuple[str, ...]:
     return tuple(".".join(map(str, path)) for path in spec.paths())
 
 

@@ -15,8 +15,7 @@ from ..plans.keys import Key, Value, grad, reduced_grad
 from ..plans.plan import ProgramSet, spec_of
 from ..programs.stage_programs import Programs
 from ..schedules.actions import plain
-from ..specs import Spec
-from ..tree import Aval
+from ..tree import Aval, Spec
 from .feed import Values
 from .loop import Executable, Registers, StepFn
 from .prepare import Resolved
@@ -278,7 +277,7 @@ class Results:
             out[stage] = tree.unflatten(spec, leaves)
         return tuple(out) if isinstance(params, tuple) else out
 
-    def _grad_places(self) -> list[tuple[int, int, tree.Spec, list[tuple[int | None, bool]]]]:
+    def _grad_places(self) -> list[tuple[int, int, tree.Structure, list[tuple[int | None, bool]]]]:
         """By stage and leaf: the gradient's slot, -1 where nothing was added to it, None where none is asked for; and
         whether each copy of the pipeline has its own, to be divided by their number."""
         out = []

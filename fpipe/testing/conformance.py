@@ -17,7 +17,7 @@ from torch import Tensor
 from ..collectives.group import Group, Work
 from ..collectives.wire import ALONE
 from ..errors import DeadlockError, GroupError, MismatchError, UnsupportedError
-from ..specs import Spec
+from ..tree import Spec
 
 Case: TypeAlias = Callable[[Group, int], Generator[Work, Any, None]]
 

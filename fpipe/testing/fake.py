@@ -21,7 +21,7 @@ from ..collectives.capabilities import Capabilities
 from ..collectives.group import Done, Group, Pending, Work, check_message, part_of
 from ..collectives.wire import wire_format
 from ..errors import GroupError, MismatchError, PeerError, StalledError, UnsupportedError
-from ..specs import Spec
+from ..tree import Spec
 from .faults import Delay, Drop, Fault, Kill, Refuse
 from .world import Killed, World
 

@@ -41,7 +41,7 @@ def run(
     seconds of a simulated clock, which take no time.
 
     >>> def ring(group):
-    ...     import torch; from fpipe.specs import Spec
+    ...     import torch; from fpipe.tree import Spec
     ...     spec = (Spec((), (), torch.int64),)
     ...     came = group.recv(spec, (group.rank - 1) % group.size, group.rank)
     ...     group.send((torch.tensor(group.rank),), group.rank, (group.rank + 1) % group.size)

@@ -16,8 +16,8 @@ from fpipe.collectives.setup import adopt, init
 from fpipe.collectives.shared_memory import SWITCH, _native
 from fpipe.command.doctor import command, probe, visit
 from fpipe.errors import GroupError
-from fpipe.specs import Spec
 from fpipe.testing import CASES, conform
+from fpipe.tree import Spec
 
 ROW = (Spec((4,), (1,), torch.float32),)
 

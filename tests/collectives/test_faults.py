@@ -18,7 +18,7 @@ from fpipe.collectives.c10d import C10dGroup
 from fpipe.collectives.setup import adopt
 from fpipe.collectives.shared_memory import SWITCH
 from fpipe.errors import GroupError, LaunchError
-from fpipe.specs import Spec
+from fpipe.tree import Spec
 
 RANKS, VICTIM, TIMEOUT = 4, 2, 2.0
 MESSAGE = (torch.zeros(4),)

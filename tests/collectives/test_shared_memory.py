@@ -18,7 +18,7 @@ from fpipe.collectives.c10d import C10dGroup
 from fpipe.collectives.shared_memory import SWITCH, _native, lane, transport
 from fpipe.collectives.shared_memory.lane import LaneReader, LaneWriter, pieces
 from fpipe.errors import GroupError, MismatchError
-from fpipe.specs import Spec
+from fpipe.tree import Spec
 
 pytestmark = pytest.mark.skipif(not _native.AVAILABLE, reason="shared memory is used on x86-64 Linux alone")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fpipe.collectives.local import local
 from fpipe.collectives.wire import ALIGN, ALONE, layout, wire_format
 from fpipe.errors import DeadlockError, GroupError, MismatchError
-from fpipe.specs import Spec, arriving, contiguous
+from fpipe.tree import Spec, arriving, contiguous
 
 CPU = torch.device("cpu")
 DTYPES = (

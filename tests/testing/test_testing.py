@@ -10,8 +10,8 @@ import torch
 from fpipe.collectives.group import Group
 from fpipe.collectives.local import LocalGroup, local
 from fpipe.errors import DeadlockError, GroupError, MismatchError, PeerError, StalledError, UnsupportedError
-from fpipe.specs import Spec
 from fpipe.testing import CASES, Delay, Drop, Kill, Refuse, conform, outcomes, run
+from fpipe.tree import Spec
 
 ONE = (Spec((2,), (1,), torch.float32),)
 

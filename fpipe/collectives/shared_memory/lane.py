@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...specs import Spec
+from ...tree import Spec
 from ..wire import ALIGN
 from . import _native
 

@@ -17,11 +17,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from ._nodes import saved_handles
 
 Grads: TypeAlias = dict[int, torch.Tensor | None]
 
@@ -190,27 +191,15 @@ def _at_once(node: Node) -> bool:
 # ---- what nodes hold ------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=4096)
-def _fields(kind: type) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
-
-
-def _saved(node: Node) -> Iterator[Any]:
-    """The handles of the tensors that a node saved."""
-    for name in _fields(type(node)):
-        found = getattr(node, name)
-        yield from found if isinstance(found, (tuple, list)) else (found,)
-
-
 def _hooked(node: Node) -> bool:
     """Whether the user's own hooks stand before what a node saved, as in a checkpointed region."""
-    return any(saved.unpack_hook is not None for saved in _saved(node))
+    return any(saved.unpack_hook is not None for saved in saved_handles(node))
 
 
 def saved_tensors(nodes: Iterable[Node]) -> Iterator[torch.Tensor]:
     """What nodes hold, where no hooks of the user's stand before it."""
     for node in nodes:
-        for saved in _saved(node):
+        for saved in saved_handles(node):
             if saved.unpack_hook is None and isinstance(saved.data, torch.Tensor):
                 yield saved.data
 
@@ -252,7 +241,7 @@ def _empty(nodes: Iterable[Node]) -> list[_Cell]:
     cells = []
     for node in nodes:
         own = isinstance(node, _FUNCTION)
-        for saved in _saved(node):
+        for saved in saved_handles(node):
             cell = _Cell()
             try:
                 saved.register_hooks(cell.pack, cell.often if own else cell.once)

@@ -22,13 +22,13 @@ from torch.utils.hooks import RemovableHandle
 
 from ... import tree
 from ...errors import StageError
-from ...specs import arriving
 from ...stage import Remat, Stage
-from ...tree import Aval
+from ...tree import Aval, arriving
 from ..autocast import ambient, under
 from ..program import Program
 from ..signature import Signature
 from ..stage_programs import Held, Programs
+from ._nodes import versions
 from .autograd_split import GradientEdge, Grads, Kept, both, get_gradient_edge, of_inputs, of_weights, survey
 from .shape_probe import StageFacts, record, refuse_captured, refuse_writes, rehearse
 
@@ -106,7 +106,7 @@ class _Engine:
     @torch.inference_mode(False)
     def _record(self, groups: list[list[Any]], wanted: bool) -> tuple[tuple[Any, ...], Tape]:
         """Run the function on leaves of its own; check and detach what it returns."""
-        versions = _versions(groups)
+        before = [versions(group) for group in groups[:3]]  # state is copied
         leaves = [[_leaf(t, a, wanted) for t, a in zip(group, argument.leaves, strict=True)]
                   for group, argument in zip(groups[:3], self.signature, strict=False)]  # fmt: skip
         state = [t.clone() if isinstance(t, torch.Tensor) else t for t in groups[3]]
@@ -114,7 +114,7 @@ class _Engine:
         with under(self.around):
             y, aux, new = record(self.stage, self.signature, [*leaves, state], self.made.copies)
         hooked = RemovableHandle.next_id != hooks
-        self._refuse_writes(versions, _versions(groups))
+        self._refuse_writes(before, [versions(group) for group in groups[:3]])
         ys = self._check(y, aux, new, leaves[1])
         carried = {f"dy{j}": ys[j] for j in self.ys} | ({} if aux is None else {"daux": aux})
         ends = {name: get_gradient_edge(t) for name, t in carried.items() if t.requires_grad}
@@ -300,11 +300,6 @@ def _leaf(value: Any, aval: Any, wanted: bool) -> Any:
         return value
     leaf = value.clone() if value.is_inference() else value.detach()  # a graph holds no tensors made for inference
     return leaf.requires_grad_() if wanted and aval.grad else leaf
-
-
-def _versions(groups: Sequence[Sequence[Any]]) -> list[list[int]]:
-    """How often each tensor was written to; state aside, which is copied."""
-    return [[t._version if isinstance(t, torch.Tensor) and not t.is_inference() else 0 for t in g] for g in groups[:3]]
 
 
 def _storages(groups: Sequence[Sequence[Any]]) -> set[int]:

@@ -17,13 +17,13 @@ import torch
 
 from ... import tree
 from ...errors import ActionError, FpipeError, StageError, TraceError
-from ...specs import arriving, contiguous
 from ...stage import RECORDING, Remat, Stage
-from ...tree import Aval, parts
+from ...tree import Aval, arriving, contiguous, parts
 from .. import _fake
 from .._purity import guarding, is_fake, watching
 from ..signature import Outputs, Signature, call, outputs_from
-from .autograd_split import GradientEdge, Node, all_nodes, both, get_gradient_edge, saved_tensors, survey
+from ._nodes import gradient_bytes, identity, versions
+from .autograd_split import GradientEdge, all_nodes, both, get_gradient_edge, saved_tensors, survey
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _learn(
     """Run the function once, and once more on copies where it writes into its input."""
     for copies in (False, True):
         groups = inputs()
-        before = [[t._version if tree.is_tensor(t) else 0 for t in group] for group in groups]
+        before = [versions(group) for group in groups]
         try:
             with guard(groups):
                 y, aux, state = record(stage, signature, groups, copies)
@@ -121,8 +121,7 @@ def _learn(
             if copies or "leaf Variable" not in str(error):
                 raise
             continue
-        changed = [any(tree.is_tensor(t) and t._version != v for t, v in zip(group, old, strict=True))
-                   for group, old in zip(groups, before, strict=True)]  # fmt: skip
+        changed = [versions(group) != old for group, old in zip(groups, before, strict=True)]
         refuse_writes(changed)
         if not changed[1]:
             break
@@ -163,12 +162,12 @@ def _weigh(stage: Stage, told: StageFacts, groups: Sequence[Sequence[Any]], outs
         return replace(told, saved=0, kept=0)
     seen = survey(ends, xs.values(), ps)
     refuse_captured(stage, seen.foreign)
-    callers = {s._cdata for i in (0, 2, 3) for s in _storages(groups[i])}
+    callers = {identity(s) for i in (0, 2, 3) for s in _storages(groups[i])}
     saved = _bytes(saved_tensors(all_nodes(ends)), callers)
     if isinstance(stage.fn, Remat):
-        saved = sum({s._cdata: s.nbytes() for s in _storages(groups[1])}.values())
+        saved = sum({identity(s): s.nbytes() for s in _storages(groups[1])}.values())
     forks = [fork.node for fork in seen.forks]
-    kept = _bytes(saved_tensors(forks), callers) + sum(_arriving(f.node, f.ports) for f in seen.forks)
+    kept = _bytes(saved_tensors(forks), callers) + sum(gradient_bytes(f.node, f.ports) for f in seen.forks)
     told = replace(told, saved=saved, kept=kept if xs else saved)
     if not is_fake(outs[0]) or not xs:
         return told
@@ -187,21 +186,12 @@ def _landed(aval: Aval) -> Aval:
 
 
 def _bytes(tensors: Iterable[torch.Tensor], callers: set[int]) -> int:
-    storages = {storage._cdata: storage.nbytes() for storage in _storages(tensors)}
+    storages = {identity(storage): storage.nbytes() for storage in _storages(tensors)}
     return sum(nbytes for cdata, nbytes in storages.items() if cdata not in callers)
 
 
 def _storages(leaves: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
     return (part.untyped_storage() for leaf in leaves if tree.is_tensor(leaf) for part in parts(leaf))
-
-
-def _arriving(node: Node, ports: Sequence[int]) -> int:
-    """Bytes of the gradients that arrive at a node."""
-    total = 0
-    for port in ports:
-        about = node._input_metadata[port]  # type: ignore[attr-defined]
-        total += torch.Size(about.shape).numel() * about.dtype.itemsize
-    return total
 
 
 def refuse_captured(stage: Stage, foreign: Sequence[torch.Tensor]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...collectives.group import Group
-from ...specs import Spec
+from ...tree import Spec
 
 _QUESTIONS = 12
 _BYTES = (Spec((8,), (1,), torch.uint8),)  # a float of 64 bits, which not every device has
