@@ -1,167 +1,172 @@
-"""The house rules, read from the source by ``ast``: floors, sizes, docstrings, private torch modules, public face."""
+"""The layout of the library, checked on its source: packages and their imports, sizes, docstrings, private names.
+
+``PACKAGES`` is the map of the library. ``structure.py`` (in tests/helpers) reads the source and counts.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 import fpipe
+from structure import Function, Module, Package
 
 ROOT = Path(fpipe.__file__).parent
+PACKAGE = Package(ROOT)
+MODULES = {name: module for name, module in PACKAGE.modules.items() if name}
+FILE_NAMES = {module.path.stem for module in MODULES.values()}
 
-#: The packages and modules directly in ``fpipe/``, lowest first. Each imports only from those above it in this table.
-LAYERS = {
-    "_version": "the version",
-    "errors": "exceptions",
-    "schedules": "schedules as data: rule of dependence, text, check, simulation, pictures",
-    "schedule": "the public value: Action, Fused, Placement, Schedule",
-    "generators": "the catalogue of schedules, and comparison of them",
-    "tree": "pytrees and abstract leaves",
-    "specs": "shape, strides and dtype of a tensor as it is sent",
-    "devices": "devices as records",
-    "collectives": "groups, messages, faults, capabilities",
-    "stage": "the public value: Stage, remat",
-    "programs": "a function -> F, B, I, W",
-    "plans": "schedule + programs -> the instructions of one rank",
-    "running": "one call: prepare, feed, run, results",
-    "transforms": "gradient transforms",
-    "interop": "other people's models, trainers, files",
-    "testing": "fake groups and the conformance suite",
-    "command": "the command line, launching, the demo",
-    "__main__": "python -m fpipe",
+
+class Entry(NamedTuple):
+    """A package or module directly in ``fpipe/``: its purpose, what it must not know, all that it may import."""
+
+    purpose: str
+    must_not_know: str
+    may_import: str
+
+
+#: Lowest first: each may import only from those above it, and exactly the ones named.
+PACKAGES = {
+    "errors": Entry("exceptions", "everything else", ""),
+    "tree": Entry("pytrees and abstract tensors", "everything else", ""),
+    "devices": Entry("devices as records", "everything else", "errors"),
+    "schedules": Entry("rule of dependence, text, check, simulation, pictures", "torch", "errors"),
+    "schedule": Entry("public values: Action, Fused, Placement, Schedule", "torch", "errors schedules"),
+    "generators": Entry("the catalogue of schedules; comparison, balance", "torch", "errors schedule schedules"),
+    "stage": Entry("public value: Stage, remat", "programs, ranks", "devices errors"),
+    "collectives": Entry("groups, messages, faults, capabilities", "schedules, programs", "devices errors tree"),
+    "programs": Entry("a function -> its programs F, B, I, W", "ranks, schedules", "errors stage tree"),
+    "plans": Entry(
+        "schedule + programs -> the instructions of one rank",
+        "tensors, backends",
+        "collectives errors programs schedule schedules tree",
+    ),
+    "running": Entry(
+        "one call: configuration, preparation, feed, loop, results",
+        "names of schedules, kinds of backends",
+        "collectives errors generators plans programs schedule schedules stage tree",
+    ),
+    "transforms": Entry("gradient transforms, (init, update)", "schedules", "collectives errors plans programs tree"),
+    "interop": Entry(
+        "other people's models, trainers, files", "plans", "errors generators running schedule stage tree"
+    ),
+    "testing": Entry("fake groups, conformance suite", "schedules, programs", "collectives errors tree"),
+    "command": Entry(
+        "the command line, launching, the demo",
+        "plans, programs",
+        "collectives devices errors generators running schedule schedules transforms tree",
+    ),
+    "__main__": Entry("python -m fpipe", "", "command"),
 }
-LEVEL = {name: level for level, name in enumerate(LAYERS)}
-TORCH_FREE = {"_version", "errors", "schedules", "schedule", "generators"}
+TORCH_FREE = {name for name, entry in PACKAGES.items() if entry.must_not_know == "torch"} | {"errors"}
 
-#: The only files that may touch private parts of torch, and which; each is small, so that a new torch is soon met.
-PRIVATE_TORCH: dict[str, set[str]] = {
-    "programs/_fake.py": {"torch._subclasses", "torch._ops"},
-    "programs/_functorch.py": {"torch._C"},
-    "programs/_marks.py": {"torch.autograd._get_sequence_nr"},
-    "collectives/ops.py": {"torch.ops._c10d_functional"},
-    "programs/_purity.py": {"torch._subclasses", "torch._ops", "torch.utils._python_dispatch"},
-    "collectives/_store.py": {
-        "torch.distributed.distributed_c10d._get_default_store",
-        "torch.distributed.distributed_c10d._resolve_process_group",
+#: The files that may use private names of torch, or of another library, and which names.
+PRIVATE_TORCH = {
+    "collectives._store": {"_get_default_store", "_resolve_process_group"},
+    "collectives.ops": {"_c10d_functional"},
+    "interop._modes": {"_python_dispatch", "_disable_current_modes"},
+    "interop._skeleton": {
+        "_backward_hooks", "_backward_pre_hooks", "_buffers", "_forward_hooks", "_forward_hooks_always_called",
+        "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_modules", "_parameters",
     },
-    "interop/_modes.py": {"torch.utils._python_dispatch"},
-    "programs/program.py": {"torch._ops"},
-}
+    "interop.fsdp": {"_version"},
+    "interop.huggingface": {"_experts_implementation"},
+    "plans.weaving.estimates": {"_c10d_functional", "_unsafe_view"},
+    "programs._fake": {"_subclasses", "_ops", "_schema", "_cdata"},
+    "programs._functorch": {"_C", "_functorch", "_are_functorch_transforms_active"},
+    "programs._marks": {"_get_sequence_nr", "_sequence_nr"},
+    "programs._purity": {"_subclasses", "_ops", "_python_dispatch", "_opname", "_schema", "_cdata"},
+    "programs.eager._nodes": {"_raw_saved_", "_version", "_input_metadata", "_cdata"},
+    "programs.program": {"_ops", "_op", "_opname", "_overloadname", "_schema", "_default"},
+    "running.debugging": {"_opname"},
+}  # fmt: skip
 PRIVATE_FILE_LINES = 250
-#: Underscored, and yet in torch's documentation.
-DOCUMENTED = ("torch._foreach_", "torch._fused_")
+LONG_FILES = {"interop.huggingface"}  # uses a private name of transformers, none of torch
+#: Underscored, and yet documented: fused updates of torch, named tuples, os._exit. "_IF_" is a prefix of ours.
+DOCUMENTED = re.compile(r"_foreach_\w+|_fused_\w+|_replace|_asdict|_fields|_make|_exit|__\w+__|_|_IF_")
 
 
-def modules() -> dict[str, Path]:
-    """Dotted name below ``fpipe`` -> file; the face itself is left out."""
-    found = {}
-    for path in sorted(ROOT.rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        if name:
-            found[name] = path
-    return found
+def report(found: object) -> str:
+    return "\n".join(map(str, found)) if isinstance(found, list) else str(found)
 
 
-MODULES = modules()
+# ---- packages -------------------------------------------------------------------------------------------------------
+def test_entries():
+    files, folders = PACKAGE.entries
+    assert {Path(name).stem for name in files} | set(folders) == {*PACKAGES, "__init__"}
+    assert len(files) <= 6
+    assert len(folders) <= 12
 
 
-@cache
-def source(name: str) -> ast.Module:
-    return ast.parse(MODULES[name].read_text(encoding="utf-8"))
+def test_packages_import_what_the_table_names():
+    """Type-only imports included; neither more than the table names, nor less."""
+    graph = PACKAGE.entry_graph()
+    imported = {name: graph.get(name, set()) for name in PACKAGES}
+    differ = [
+        f"{name}: may_import should read {' '.join(sorted(imported[name]))!r} if that is intended"
+        for name, entry in PACKAGES.items() if imported[name] != set(entry.may_import.split())
+    ]  # fmt: skip
+    assert not differ, report(differ)
+    order = list(PACKAGES)
+    for name, targets in imported.items():
+        assert all(order.index(target) < order.index(name) for target in targets), f"{name} imports from below"
 
 
-def for_types(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+def test_no_cycles_between_files():
+    TopologicalSorter(PACKAGE.file_graph(type_only=False)).prepare()  # raises CycleError with the cycle
+    assert len(PACKAGE.cycles) <= 2, "type-only imports included"
 
 
-def imports(name: str) -> Iterator[tuple[str, int]]:
-    """Absolute dotted names that a module imports, wherever in the file, each with its line.
-
-    What only type checkers read is not imported.
-    """
-    unread = {id(node) for block in ast.walk(source(name)) if for_types(block) for node in ast.walk(block)}
-    package = MODULES[name].name == "__init__.py"
-    here = ["fpipe", *name.split(".")]
-    for node in ast.walk(source(name)):
-        if id(node) in unread:
-            continue
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            up = node.level - package
-            base = here[: len(here) - up] if node.level else []
-            base += node.module.split(".") if node.module else []
-            yield from ((".".join([*base, alias.name]), node.lineno) for alias in node.names)
+def test_no_file_imports_the_public_table():
+    public = {f"fpipe.{name}" for name in fpipe.__all__ if name not in MODULES}
+    wrong = [
+        f"{name}:{found.line} imports {found.target}; import the module that defines the name"
+        for name, module in MODULES.items() for found in module.imports if found.target in {"fpipe", *public}
+    ]  # fmt: skip
+    assert not wrong, report(wrong)
 
 
-def inner(name: str) -> Iterator[tuple[str, int]]:
-    """The modules of fpipe that a module imports, by their longest known name."""
-    for target, line in imports(name):
-        if target == "fpipe" or not target.startswith("fpipe."):
-            continue
-        parts = target.split(".")[1:]
-        known = [".".join(parts[:k]) for k in range(len(parts), 0, -1) if ".".join(parts[:k]) in MODULES]
-        yield (known[0] if known else parts[0]), line
+def test_schedules_need_no_torch():
+    wrong = [
+        f"{name}:{found.line} imports {found.target}"
+        for name, module in MODULES.items() if module.entry in TORCH_FREE
+        for found in module.imports if found.target.partition(".")[0] in ("torch", "optree", "numpy")
+    ]  # fmt: skip
+    assert not wrong, report(wrong)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_layer(name: str):
-    package = name.split(".")[0]
-    assert package in LEVEL, f"{name} is in no layer: add {package} to LAYERS"
-    for target, line in inner(name):
-        other = target.split(".")[0]
-        assert other == package or LEVEL.get(other, 99) < LEVEL[package], f"{name}:{line} imports {target} from below"
+# ---- files ----------------------------------------------------------------------------------------------------------
+def test_sizes():
+    long = [f"{name} has {module.lines} lines" for name, module in MODULES.items() if module.lines >= 400]
+    for name, module in MODULES.items():
+        lengths = {node: (node.end_lineno or 0) - node.lineno + 1 for node in module.functions}
+        long += [f"{name}:{node.lineno} {node.name} has {n} lines" for node, n in lengths.items() if n >= 60]
+    assert not long, report(long)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_imports_no_face(name: str):
-    faces = [line for target, line in imports(name) if target == "fpipe" or target in FACE_NAMES]
-    assert not faces, f"{name}:{faces} imports the public face; import the module that defines the name"
+def test_no_regression():
+    """Figures of the whole package that were reached once; ``python tests/helpers/structure.py`` prints them."""
+    assert PACKAGE.levels <= 9
+    assert PACKAGE.total("group_getattrs") <= 6
+    assert len(PACKAGE.mutated_classes) <= 51
+    assert len(PACKAGE.long_functions) <= 15
+    assert PACKAGE.total("ignores") <= 70
 
 
-FACE_NAMES = {f"fpipe.{public}" for public in fpipe.__all__ if public not in MODULES}
-
-
-def test_no_circles():
-    graph = {name: {target for target, _ in inner(name)} - {name} for name in MODULES}
-    TopologicalSorter(graph).prepare()  # raises CycleError with the circle
-
-
-@pytest.mark.parametrize("name", [name for name in MODULES if name.split(".")[0] in TORCH_FREE])
-def test_lower_half_is_torch_free(name: str):
-    used = [line for target, line in imports(name) if target.split(".")[0] in ("torch", "optree", "numpy")]
-    assert not used, f"{name}:{used} imports torch, optree or numpy"
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_sizes(name: str):
-    lines = MODULES[name].read_text(encoding="utf-8").count("\n")
-    assert lines < 400, f"{name} has {lines} lines"
-    for node in ast.walk(source(name)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            length = (node.end_lineno or 0) - node.lineno + 1
-            assert length < 60, f"{name}:{node.lineno} {node.name} has {length} lines"
-
-
-def overloaded(node: ast.AST) -> bool:
-    return any(ast.unparse(mark).endswith("overload") for mark in getattr(node, "decorator_list", ()))
-
-
-def undocumented(name: str) -> Iterator[str]:
-    tree = source(name)
-    if not ast.get_docstring(tree):
+def undocumented(name: str, module: Module) -> Iterator[str]:
+    if not ast.get_docstring(module.tree):
         yield f"{name}: the module"
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    for node in tree.body if not name.split(".")[-1].startswith("_") else ():
-        if not isinstance(node, kinds) or node.name.startswith("_") or overloaded(node):
+    kinds = (*Function.__args__, ast.ClassDef)
+    for node in module.tree.body if not name.rpartition(".")[2].startswith("_") else ():
+        if not isinstance(node, kinds) or node.name.startswith("_") or _overloaded(node):
             continue
         if not ast.get_docstring(node):
             yield f"{name}:{node.lineno} {node.name}"
@@ -170,70 +175,116 @@ def undocumented(name: str) -> Iterator[str]:
                 yield f"{name}:{member.lineno} {node.name}.{member.name}"
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_docstrings(name: str):
-    assert not list(undocumented(name))
+def _overloaded(node: ast.AST) -> bool:
+    return any(ast.unparse(mark).endswith("overload") for mark in getattr(node, "decorator_list", ()))
 
 
-def private_torch(name: str) -> Iterator[tuple[str, int]]:
-    """Private parts of torch that a file imports or reaches by a dotted name."""
-    for target, line in imports(name):
-        parts = target.split(".")
-        if parts[0] == "torch" and any(part.startswith("_") for part in parts):
-            yield target, line
-    for node in ast.walk(source(name)):
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-            dotted = ast.unparse(node)
-            if dotted.startswith("torch.") and not dotted.startswith(DOCUMENTED):
-                yield dotted, node.lineno
+def test_docstrings():
+    missing = [place for name, module in MODULES.items() for place in undocumented(name, module)]
+    assert not missing, report(missing)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_private_torch(name: str):
-    path = MODULES[name].relative_to(ROOT).as_posix()
-    allowed = PRIVATE_TORCH.get(path, set())
-    used = list(private_torch(name))
-    wrong = [(target, line) for target, line in used if not any(target.startswith(part) for part in allowed)]
-    assert not wrong, f"{path} touches private torch {wrong}: move it to a small file listed in PRIVATE_TORCH"
-    for part in allowed:
-        assert any(target.startswith(part) for target, _ in used), f"{path} no longer uses {part}"
-    if allowed:
-        assert MODULES[name].read_text(encoding="utf-8").count("\n") <= PRIVATE_FILE_LINES
+# ---- private names --------------------------------------------------------------------------------------------------
+def declared(module: Module) -> set[str]:
+    """Underscored names that the file defines: functions, classes, variables, attributes of ``self``."""
+    names = set()
+    for node in ast.walk(module.tree):
+        if isinstance(node, (*Function.__args__, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
+            names.add(node.attr)
+    return names
 
 
-# ---- the public face ------------------------------------------------------------------------------------------------
-def test_face_and_type_checkers_see_the_same():
-    tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def private_names(module: Module) -> Iterator[tuple[str, int]]:
+    """Private names of others, in every spelling: imports, attributes, and strings as for ``getattr``."""
+    for found in module.imports:
+        if found.target.partition(".")[0] != "fpipe":
+            yield from ((part, found.line) for part in found.target.split(".") if part.startswith("_"))
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and not _is_self(node.value):
+            yield node.attr, node.lineno
+        elif isinstance(node, ast.Constant) and _is_private_text(node.value):
+            yield str(node.value), node.lineno
+
+
+def _is_private_text(value: object) -> bool:
+    return isinstance(value, str) and value not in FILE_NAMES and re.fullmatch(r"_\w+", value) is not None
+
+
+def used_private_names(module: Module) -> dict[str, int]:
+    ours = declared(module)
+    names = ((name, line) for name, line in private_names(module) if name.startswith("_"))
+    return {name: line for name, line in names if not DOCUMENTED.fullmatch(name) and name not in ours}
+
+
+def test_private_names():
+    used = {name: used_private_names(module) for name, module in MODULES.items()}
+    wrong = [
+        f"{name}:{line} uses {private}: move it to a small file listed in PRIVATE_TORCH"
+        for name, lines in used.items() for private, line in lines.items()
+        if private not in PRIVATE_TORCH.get(name, ())
+    ]  # fmt: skip
+    assert not wrong, report(wrong)
+    unused = [f"{name} no longer uses {names - used.get(name, {}).keys()}" for name, names in PRIVATE_TORCH.items()
+              if names - used.get(name, {}).keys()]  # fmt: skip
+    assert not unused, report(unused)
+    long = [name for name in PRIVATE_TORCH.keys() - LONG_FILES if MODULES[name].lines > PRIVATE_FILE_LINES]
+    assert not long, report(long)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from torch._C import Node", "import torch._dynamo", "torch._C.f()", "tensor._version", "node._sequence_nr()",
+        "func._schema", "op._opname", "t.untyped_storage()._cdata",
+        'getattr(torch, "_x")', 'hasattr(node, "_raw_saved_")',
+        'getattr(node, f"_raw_saved_{name}")', "from torch.utils._pytree import tree_map", "self.group.pg._backend",
+    ],
+)  # fmt: skip
+def test_private_names_are_found_in_every_spelling(line: str):
+    assert used_private_names(Module("some", Path("some.py"), line + "\n"))
+
+
+# ---- public names ---------------------------------------------------------------------------------------------------
+def test_type_checkers_see_the_table_of_public_names():
+    tree = PACKAGE.modules[""].tree
     block = next(node for node in tree.body if isinstance(node, ast.If))
-    told = {
+    imported = {
         (alias.asname, node.module) for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
     }
-    assert told == {
+    assert imported == {
         *fpipe._FACE.items(),
         *((name, module.rpartition(".")[0] or None) for name, module in fpipe._MODULES.items()),
     }
 
 
 @pytest.mark.parametrize("name", fpipe.__all__)
-def test_face_resolves(name: str):
+def test_public_names_resolve(name: str):
     assert getattr(fpipe, name) is not None
     assert name in dir(fpipe)
 
 
-def test_face_refuses_with_a_word():
+def test_unknown_public_name():
     with pytest.raises(AttributeError, match="no attribute 'pipline'"):
         fpipe.pipline  # noqa: B018
 
 
 def test_no_function_and_module_share_a_name():
-    """``import fpipe.x as m`` would give the function, and the lazy face the module."""
+    """``import fpipe.x as m`` would give the function, and the lazy table the module."""
     files = {path.stem for path in ROOT.glob("*.py")} | {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert not files & set(fpipe._FACE)
     assert {module.split(".")[0] for module in fpipe._MODULES.values()} <= files
 
 
-def test_lower_half_loads_without_torch():
-    """A face that imports torch takes seconds to answer ``fpipe draw``; it takes milliseconds without."""
+def test_public_names_of_schedules_load_without_torch():
+    """Importing torch takes seconds, and ``fpipe draw`` without it milliseconds."""
     lazy = sorted(name for name, module in fpipe._FACE.items() if module.split(".")[0] in TORCH_FREE)
     code = (
         f"import sys, fpipe; [getattr(fpipe, n) for n in {lazy}]; print('torch' in sys.modules, 'numpy' in sys.modules)"
