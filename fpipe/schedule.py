@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .errors import ScheduleError
 from .schedules.actions import Action, AnyAction, Fused, Row, plain
-from .schedules.check import check_rows
+from .schedules.check import Inspection, check_rows, inspect_rows
 from .schedules.costs import Costs
 from .schedules.placement import Placement
 from .schedules.simulation import simulate_rows
@@ -156,7 +156,7 @@ class Schedule:
             rank 0 | 0B0 0F0
                      ^^^
         """
-        check_rows(self.rows, self.placement, self.microbatches, training=training)
+        check_rows(self.rows, self.placement, self.microbatches, training=training, inspected=self._inspection)
         return self
 
     def simulate(self, costs: Costs | None = None) -> Timeline:
@@ -165,7 +165,15 @@ class Schedule:
         >>> Schedule.parse("[0F0, 0B0]").simulate(Costs(F=1, I=2, W=3)).total
         6.0
         """
-        return simulate_rows(self.rows, self.placement, self.microbatches, costs or Costs(), name=self.name)
+        walked = self._inspection.walk
+        return simulate_rows(
+            self.rows, self.placement, self.microbatches, costs or Costs(), name=self.name, walked=walked
+        )
+
+    @cached_property
+    def _inspection(self) -> Inspection:
+        """What ``check`` and ``simulate`` share."""
+        return inspect_rows(self.rows, self.placement, self.microbatches)
 
 
 def read_text(path: str | PathLike[str]) -> str:

@@ -33,12 +33,12 @@ class Action(NamedTuple):
 
     @property
     def parts(self) -> tuple[Action, ...]:
-        """The action itself, so that plain and fused actions read alike."""
+        """The action itself: plain and fused actions have the same interface."""
         return (self,)
 
 
 class Fused(NamedTuple):
-    """Two or more actions run as one; what one part needs is never made by another.
+    """Two or more actions run as one; no part needs what another part provides.
 
     >>> Fused((Action(0, "F", 1), Action(3, "B", 0)))
     (0F1;3B0)OVERLAP_F_B
@@ -57,7 +57,7 @@ Row: TypeAlias = tuple[AnyAction, ...]
 
 
 def plain(row: Iterable[AnyAction]) -> Iterator[Action]:
-    """The actions of a row with fused ones taken apart, in order.
+    """The actions of a row in order, with each fused one replaced by its parts.
 
     >>> list(plain([Fused((Action(0, "F", 1), Action(1, "B", 0))), Action(0, "B", 1)]))
     [0F1, 1B0, 0B1]

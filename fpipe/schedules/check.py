@@ -1,20 +1,20 @@
-"""Is a schedule complete, and can it run?  Yes, or the first broken rule with rank, position and remedy.
+"""Checks whether a schedule is complete and can run; reports the first broken rule with rank, position and remedy.
 
-    rule         what it asks
+    rule         what it requires
     action       every cell is an action, or two or more fused ones
     range        stages and microbatches are counted from 0, as many as the schedule has
-    placement    an action stands on the rank that its stage and microbatch live on
+    placement    an action is on the rank of its stage and microbatch
     count        each stage and microbatch has F once, and B once or I and W once
     fused        the parts of a fused action do not need each other
-    order        what an action needs from its own rank stands before it
+    order        what an action needs from its own rank is before it
     deadlock     no ranks wait for each other in a circle
 
-The last rule is enough also where a send blocks until it is received: without a circle there is an order of all
-actions in which each stands after what it needs. Put every message into it, as one event, behind the action that makes
-it, and give each rank its part of that order. Then the first event not yet done is one that all who take part in it
-have reached, so something can always go on.
+The last rule suffices even where a send blocks until it is received: without a circle there is an order of all actions
+in which each follows what it needs. Insert every message into that order, as one event, behind the action that sends
+it, and give each rank its part of the order. Then all participants of the first unfinished event have reached it, so
+some event can always complete.
 
-A sound schedule is told by a quick pass that counts. Only when that fails does a slow one look for the place. Nothing
+A valid schedule passes a fast pass that counts. Only when that fails does a slow pass search for the place. Nothing
 here knows time, memory or tensors.
 """
 
@@ -22,24 +22,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
+from typing import NamedTuple, cast
 
 from ..errors import ScheduleError
-from .actions import Action, AnyAction, Fused, Row
+from .actions import Action, AnyAction, Fused, Op, Row
 from .dependencies import RULE, Blocked, Fact, Walk, needs, provides, walk
 from .placement import Placement
 
 _BIT = {"F": 1, "B": 2, "I": 4, "W": 8}
-#: op -> the ops of the same stage and microbatch that must not be there as well, as bits
+#: op -> the ops of the same stage and microbatch that exclude it, as bits
 _CLASH = {"F": 1, "B": 2 | 4 | 8, "I": 4 | 2, "W": 8 | 2}
 #: what a complete stage and microbatch has
 _TRAINED = (1 | 2, 1 | 4 | 8)
-_WORDS = {"F": "the output", "I": "the input gradient", "W": "the weight gradient"}
+_BACKWARDS: tuple[Op, ...] = ("B", "I", "W")
+_FACTS = {"F": "the output", "I": "the input gradient", "W": "the weight gradient"}
 
 
-def check_rows(rows: Sequence[Row], placement: Placement, microbatches: int, *, training: bool = True) -> Walk:
-    """Raise ScheduleError at the first broken rule; return an order in which the actions can run.
+class Inspection(NamedTuple):
+    """Which ops each stage and microbatch has (see :func:`check_cells`), and an order of the actions."""
 
-    ``training=False`` asks for F alone.
+    seen: bytearray
+    walk: Walk
+
+
+def check_rows(
+    rows: Sequence[Row],
+    placement: Placement,
+    microbatches: int,
+    *,
+    training: bool = True,
+    inspected: Inspection | None = None,
+) -> None:
+    """Raise ScheduleError at the first broken rule. ``training=False`` requires F alone.
+
+    ``inspected`` is the result of :func:`inspect_rows` for these rows, if it is known.
 
     >>> rows = [(Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "B", 0), Action(1, "F", 0))]
     >>> check_rows(rows, Placement.loop(2), 1)
@@ -50,20 +66,23 @@ def check_rows(rows: Sequence[Row], placement: Placement, microbatches: int, *, 
         rank 1 | 1B0 1F0
                  ^^^
     """
-    seen = check_cells(rows, placement, microbatches)
+    seen, walked = inspected or inspect_rows(rows, placement, microbatches)
     complete = sum(seen.count(bits) for bits in (_TRAINED if training else (1,)))
     if complete != placement.stages * microbatches:
         raise _missing(rows, placement, microbatches, seen, training)
-    result = walk(rows, placement.stages, microbatches)
-    if result.blocked:
-        raise stuck(rows, placement.stages, result)
-    return result
+    if walked.blocked:
+        raise stuck(rows, placement.stages, walked)
+
+
+def inspect_rows(rows: Sequence[Row], placement: Placement, microbatches: int) -> Inspection:
+    """Check every cell, and walk the rows; actions may be missing, or blocked."""
+    return Inspection(check_cells(rows, placement, microbatches), walk(rows, placement.stages, microbatches))
 
 
 def check_cells(rows: Sequence[Row], placement: Placement, microbatches: int) -> bytearray:
-    """The first three rules, and that nothing is there twice; what may be missing is not asked.
+    """Check the first three rules, and that no action occurs twice; actions may be missing.
 
-    Returns which ops are there: the sum of 1 for F, 2 for B, 4 for I and 8 for W at ``stage * microbatches + mb``.
+    Returns which ops occur: the sum of 1 for F, 2 for B, 4 for I and 8 for W at ``stage * microbatches + mb``.
 
     >>> list(check_cells([(Action(0, "F", 0), Action(0, "B", 0), Action(0, "F", 1))], Placement.loop(1), 2))
     [3, 1]
@@ -74,34 +93,29 @@ def check_cells(rows: Sequence[Row], placement: Placement, microbatches: int) ->
             "give one row of actions per rank",
             rule="placement",
         )
-    _refuse_gaps(rows, placement.stages, microbatches)
-    try:
-        seen = _tally(rows, placement, microbatches)
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError):
-        seen = None  # something that is not an action at all
-    if seen is None:
-        raise next(_bad_cells(rows, placement, microbatches))
-    return seen
-
-
-def _refuse_gaps(rows: Sequence[Row], stages: int, microbatches: int) -> None:
-    """Tables of all facts are made below; they must not be mostly empty."""
     actions = sum(map(len, rows))
-    if stages * microbatches > 100_000 + 100 * actions:
+    if placement.stages * microbatches > 100_000 + 100 * actions:  # tables of all facts would be mostly empty
         raise ScheduleError(
-            f"{actions} actions cannot fill {stages} stages times {microbatches} microbatches; "
+            f"{actions} actions cannot fill {placement.stages} stages times {microbatches} microbatches; "
             "number both from 0 without gaps, and give each of them its actions",
             rule="count",
         )
+    try:
+        seen = _tally(rows, placement, microbatches)
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError):  # a cell that is not an action
+        seen = None
+    if seen is None:
+        raise next(_invalid_cells(rows, placement, microbatches))
+    return seen
 
 
 def _tally(rows: Sequence[Row], placement: Placement, microbatches: int) -> bytearray | None:
     stages = placement.stages
-    homes = [placement.path(microbatch) for microbatch in range(microbatches)]
+    paths = [placement.path(microbatch) for microbatch in range(microbatches)]
     seen = bytearray(stages * microbatches)
     for rank, row in enumerate(rows):
         for stage, op, microbatch in _flat(row):
-            if not (0 <= stage < stages and 0 <= microbatch < microbatches and homes[microbatch][stage] == rank):
+            if not (0 <= stage < stages and 0 <= microbatch < microbatches and paths[microbatch][stage] == rank):
                 return None
             at = stage * microbatches + microbatch
             if seen[at] & _CLASH[op]:
@@ -113,7 +127,7 @@ def _tally(rows: Sequence[Row], placement: Placement, microbatches: int) -> byte
 def _flat(row: Row) -> Sequence[Action]:
     kinds = set(map(type, row))
     if kinds <= {Action}:
-        return row  # type: ignore[return-value]
+        return cast(Sequence[Action], row)
     cells = [part for action in row for part in action.parts]
     if not kinds <= {Action, Fused} or set(map(type, cells)) != {Action}:
         raise TypeError
@@ -122,8 +136,8 @@ def _flat(row: Row) -> Sequence[Action]:
     return cells
 
 
-# ---- the slow pass: where is the fault, and how is it mended? --------------------------------------------------------
-def _bad_cells(rows: Sequence[Row], placement: Placement, microbatches: int) -> Iterator[ScheduleError]:
+# ---- the slow pass: the place of the fault, and its remedy -----------------------------------------------------------
+def _invalid_cells(rows: Sequence[Row], placement: Placement, microbatches: int) -> Iterator[ScheduleError]:
     stages = placement.stages
     first: dict[tuple[int, int], list[tuple[Action, int, int]]] = {}
     for rank, row in enumerate(rows):
@@ -190,9 +204,9 @@ def _missing(
         (i for i, cell in enumerate(rows[rank]) for p in cell.parts if (p.stage, p.microbatch) == (stage, mb)), None
     )
     if not training and bits & ~1:
-        extra = next(op for op in "BIW" if bits & _BIT[op])
+        extra = next(op for op in _BACKWARDS if bits & _BIT[op])
         what = f"a schedule of forwards alone has no {stage}{extra}{mb}; leave it out, or check(training=True)"
-        position = next(i for i, cell in enumerate(rows[rank]) if Action(stage, extra, mb) in cell.parts)  # type: ignore[arg-type]
+        position = next(i for i, cell in enumerate(rows[rank]) if Action(stage, extra, mb) in cell.parts)
         return _fault(rows, rank, position, what, "count")
     if not bits & 1:
         lack, remedy = f"{stage}F{mb}", ""
@@ -207,28 +221,28 @@ def _missing(
 
 
 def stuck(rows: Sequence[Row], stages: int, result: Walk) -> ScheduleError:
-    """The error for a walk that did not reach the end: a fused action's fault, an order's, or a circle."""
+    """The error for a walk with blocked ranks: dependent parts of a fused action, a wrong order, or a circle."""
     for rank, row in enumerate(rows):
         for position, cell in enumerate(row):
             if len(cell.parts) > 1 and (pair := _dependent(cell.parts, stages)):
                 what = f"{pair[0]} needs {pair[1]}, and parts of a fused action may not need each other; run them apart"
                 return _fault(rows, rank, position, what, "fused")
-    lacks = {who.lacks: (-1, -1) for who in result.blocked}
-    makers = {fact: place for fact, place in _makers(rows) if fact in lacks}
+    lacking = {blocked.lacks for blocked in result.blocked}
+    sources = {fact: place for fact, place in _sources(rows) if fact in lacking}
     for rank, position, fact in result.blocked:
-        if fact not in makers:
-            lack = f"{_WORDS[fact.kind]} of stage {fact.stage} for microbatch {fact.microbatch}"
-            what = f"it needs {lack}, which nothing makes; put that in, or leave this out"
+        if fact not in sources:
+            lack = f"{_FACTS[fact.kind]} of stage {fact.stage} for microbatch {fact.microbatch}"
+            what = f"it needs {lack}, which no action provides; add that action, or remove this one"
             return _fault(rows, rank, position, what, "count")
-        where, at = makers[fact]
+        where, at = sources[fact]
         if where == rank:
-            maker = _maker(rows[where][at], fact)
+            source = _source(rows[where][at], fact)
             what = (
-                f"it needs {_WORDS[fact.kind]} of {maker}, which stands later on this rank, at position {at}; "
-                f"move {maker} before it"
+                f"it needs {_FACTS[fact.kind]} of {source}, which stands later on this rank, at position {at}; "
+                f"move {source} before it"
             )
             return _fault(rows, rank, position, what, "order")
-    return _circle(rows, {who.rank: who for who in result.blocked}, makers)
+    return _circle(rows, {blocked.rank: blocked for blocked in result.blocked}, sources)
 
 
 def _dependent(parts: Sequence[Action], stages: int) -> tuple[Action, Action] | None:
@@ -238,7 +252,7 @@ def _dependent(parts: Sequence[Action], stages: int) -> tuple[Action, Action] | 
     return None
 
 
-def _makers(rows: Sequence[Row]) -> Iterator[tuple[Fact, tuple[int, int]]]:
+def _sources(rows: Sequence[Row]) -> Iterator[tuple[Fact, tuple[int, int]]]:
     for rank, row in enumerate(rows):
         for position, cell in enumerate(row):
             for part in cell.parts:
@@ -246,24 +260,24 @@ def _makers(rows: Sequence[Row]) -> Iterator[tuple[Fact, tuple[int, int]]]:
                     yield fact, (rank, position)
 
 
-def _maker(cell: AnyAction, fact: Fact) -> Action:
+def _source(cell: AnyAction, fact: Fact) -> Action:
     return next(part for part in cell.parts if fact in provides(part))
 
 
-def _circle(rows: Sequence[Row], blocked: dict[int, Blocked], makers: dict[Fact, tuple[int, int]]) -> ScheduleError:
-    """Go from a rank that waits to the one it waits for, until one comes twice."""
+def _circle(rows: Sequence[Row], blocked: dict[int, Blocked], sources: dict[Fact, tuple[int, int]]) -> ScheduleError:
+    """Follow the ranks from each to the one that it waits for, until a rank repeats."""
     seen: dict[int, None] = {}
     rank = min(blocked)
     while rank not in seen:
         seen[rank] = None
-        rank = makers[blocked[rank].lacks][0]
+        rank = sources[blocked[rank].lacks][0]
     circle = list(seen)[list(seen).index(rank) :]
     lines = []
     for rank in circle[:_SHOWN]:
         _, position, fact = blocked[rank]
-        where, at = makers[fact]
-        made = f"{_WORDS[fact.kind]} of {_maker(rows[where][at], fact)} (rank {where}, position {at})"
-        lines.append(f"    rank {rank} stands at {rows[rank][position]} (position {position}) and waits for {made}")
+        where, at = sources[fact]
+        lack = f"{_FACTS[fact.kind]} of {_source(rows[where][at], fact)} (rank {where}, position {at})"
+        lines.append(f"    rank {rank} stands at {rows[rank][position]} (position {position}) and waits for {lack}")
     if len(circle) > _SHOWN:
         lines.append(f"    and so on, through {len(circle) - _SHOWN} more ranks")
     names = ", ".join(map(str, circle[:_SHOWN])) + (", ..." if len(circle) > _SHOWN else "")
@@ -280,7 +294,7 @@ _SHOWN, _AROUND = 6, 5
 def _clip(value: object) -> str:
     try:
         text = repr(value)
-    except Exception:  # a Fused of something that is not a tuple cannot print itself
+    except Exception:  # a Fused whose parts are not a tuple has no repr
         text = f"a {type(value).__name__} that cannot be printed"
     return text if len(text) <= 40 else text[:37] + "..."
 
@@ -297,13 +311,13 @@ def _fault(
 def _window(rows: Sequence[Row], places: Sequence[tuple[int, int]]) -> Iterator[str]:
     """The actions around each place: the first one underlined by ^, the others by ~.
 
-    A place behind a rank's last action is where one is missing.
+    A place behind the last action of a rank marks a missing one.
     """
     width = max(len(str(rank)) for rank, _ in places)
     shown: set[tuple[int, int]] = set()
     for rank, place in places:
         if (rank, place) in shown:
-            continue  # underlined already, in the line of another
+            continue  # underlined already, in the line of another place
         row = rows[rank]
         first, stop = max(0, place - _AROUND), min(len(row), place + _AROUND + 1)
         line, marks = f"    rank {rank:{width}} | " + "... " * (first > 0), ""

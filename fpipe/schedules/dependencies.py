@@ -4,69 +4,69 @@ This is the only file that knows which action must come before which: the table 
 the lowering, the pictures and the tests all read it, by :func:`needs` and :func:`provides` or, for millions of
 actions, by the offsets that :class:`Facts` derives from it. It knows nothing of time, placement or counts.
 
-In a walk facts are integers: fact ``(kind, stage, microbatch)`` is the index
+A walk numbers facts by integers: fact ``(kind, stage, microbatch)`` is the index
 ``(kind * (stages + 2) + stage + 1) * microbatches + microbatch``. The two extra stages, one before the first and one
 after the last, are the targets of offsets that leave the model; their facts are present from the start.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
-from .actions import Action, AnyAction, Row
+from .actions import Action, Row
 
-#: op -> (facts it makes, facts it needs). A fact is (kind, stage offset): F "the output is there", I "the input's
-#: gradient is there", W "the parameters' gradient is there". An offset that leaves the model asks for nothing.
-RULE: dict[str, tuple[tuple[str, ...], tuple[tuple[str, int], ...]]] = {
+Kind: TypeAlias = Literal["F", "I", "W"]
+
+#: op -> (facts it provides, facts it needs). A fact is (kind, stage offset): F an output, I the gradient of an input, W
+#: the gradient of parameters. An offset that leaves the model needs nothing. What other stages need is the first fact
+#: provided; what another stage provides is the last one needed.
+RULE: dict[str, tuple[tuple[Kind, ...], tuple[tuple[Kind, int], ...]]] = {
     "F": (("F",), (("F", -1),)),
     "I": (("I",), (("F", 0), ("I", +1))),
     "W": (("W",), (("I", 0),)),
     "B": (("I", "W"), (("F", 0), ("I", +1))),
 }
+_KINDS: tuple[Kind, ...] = ("F", "I", "W")
 
 
 class Fact(NamedTuple):
-    """Something an action makes and others need: output (F), input gradient (I) or weight gradient (W)."""
+    """What one action provides and others need: an output (F), an input's gradient (I) or the parameters' (W)."""
 
-    kind: Literal["F", "I", "W"]
+    kind: Kind
     stage: int
     microbatch: int
 
 
 def provides(action: Action) -> tuple[Fact, ...]:
-    """The facts that ``action`` makes.
+    """The facts that ``action`` provides.
 
     >>> provides(Action(2, "B", 5))
     (Fact(kind='I', stage=2, microbatch=5), Fact(kind='W', stage=2, microbatch=5))
     """
-    made, _ = RULE[action.op]
-    return tuple(Fact(kind, action.stage, action.microbatch) for kind in made)  # type: ignore[arg-type]
+    return tuple(Fact(kind, action.stage, action.microbatch) for kind in RULE[action.op][0])
 
 
 def needs(action: Action, stages: int) -> tuple[Fact, ...]:
-    """The facts that must be there before ``action`` can run, in a model of ``stages`` stages.
+    """The facts that ``action`` needs before it can run, in a model of ``stages`` stages.
 
     >>> needs(Action(2, "I", 5), stages=4)
     (Fact(kind='F', stage=2, microbatch=5), Fact(kind='I', stage=3, microbatch=5))
     >>> needs(Action(0, "F", 5), stages=4)
     ()
     """
-    _, asked = RULE[action.op]
     stage, mb = action.stage, action.microbatch
-    return tuple(Fact(k, stage + d, mb) for k, d in asked if 0 <= stage + d < stages)  # type: ignore[arg-type]
-
-
-_KINDS = ("F", "I", "W")
+    return tuple(Fact(kind, stage + by, mb) for kind, by in RULE[action.op][1] if 0 <= stage + by < stages)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The numbering of facts for a count of stages and microbatches.
+    """The indices of facts for a count of stages and microbatches.
 
-    ``table[op]`` is (offsets of what it needs, offsets of what it makes); to be added to what an action's stage and
-    microbatch come to, ``stage * microbatches + microbatch``.
+    ``table[op]`` is (offsets of what it needs, offsets of what it provides); an offset is added to
+    ``stage * microbatches + microbatch`` of the action.
     """
 
     stages: int
@@ -74,19 +74,19 @@ class Facts:
 
     @property
     def size(self) -> int:
-        """How many indices there are."""
+        """The number of indices."""
         return len(_KINDS) * (self.stages + 2) * self.microbatches
 
     @property
     def table(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """RULE in these numbers."""
+        """``RULE`` as offsets."""
 
-        def offset(kind: str, stage: int) -> int:
-            return (_KINDS.index(kind) * (self.stages + 2) + stage + 1) * self.microbatches
+        def offset(kind: Kind, by: int) -> int:
+            return (_KINDS.index(kind) * (self.stages + 2) + by + 1) * self.microbatches
 
         return {
-            op: (tuple(offset(kind, by) for kind, by in asked), tuple(offset(kind, 0) for kind in made))
-            for op, (made, asked) in RULE.items()
+            op: (tuple(offset(kind, by) for kind, by in needed), tuple(offset(kind, 0) for kind in provided))
+            for op, (provided, needed) in RULE.items()
         }
 
     def fact(self, index: int) -> Fact:
@@ -97,16 +97,25 @@ class Facts:
         """
         row, microbatch = divmod(index, self.microbatches)
         kind, stage = divmod(row, self.stages + 2)
-        return Fact(_KINDS[kind], stage - 1, microbatch)  # type: ignore[arg-type]
+        return Fact(_KINDS[kind], stage - 1, microbatch)
 
     def at_first(self) -> bytearray:
-        """1 for every fact that is there before anything ran: those beyond the model's ends."""
+        """1 for every fact that is present before any action runs: those beyond the ends of the model."""
         edge, inside = b"\1" * self.microbatches, bytes(self.stages * self.microbatches)
         return bytearray((edge + inside + edge) * len(_KINDS))
 
+    def provided(self, rows: Sequence[Row]) -> Iterator[tuple[int, int, int]]:
+        """(index, rank, position) of every fact that the rows provide."""
+        table, microbatches = self.table, self.microbatches
+        for rank, row in enumerate(rows):
+            for position, action in enumerate(row):
+                for stage, op, microbatch in action.parts:
+                    for offset in table[op][1]:
+                        yield stage * microbatches + microbatch + offset, rank, position
+
 
 class Blocked(NamedTuple):
-    """A rank that cannot go on: the position it stands at and the fact that its action there lacks."""
+    """A rank that cannot continue: the position that it reached and the fact that its action there lacks."""
 
     rank: int
     position: int
@@ -114,63 +123,63 @@ class Blocked(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """``runs`` of (rank, start, stop), each positions that a rank runs without waiting; and who is ``blocked``."""
+    """``numbers`` holds three integers per run, and ``blocked`` the ranks that did not reach their end."""
 
-    runs: list[tuple[int, int, int]]
+    numbers: array[int]
     blocked: tuple[Blocked, ...]
+
+    @property
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """(rank, start, stop): positions that a rank runs without waiting."""
+        numbers = iter(self.numbers)
+        return zip(numbers, numbers, numbers, strict=True)
 
     @property
     def order(self) -> Iterator[tuple[int, int]]:
         """(rank, position) of every action that can run, each after all that it needs."""
-        for rank, start, stop in self.runs:
-            for position in range(start, stop):
-                yield rank, position
+        return ((rank, position) for rank, start, stop in self.runs for position in range(start, stop))
 
 
 def walk(rows: Sequence[Row], stages: int, microbatches: int) -> Walk:
-    """Run every rank as far as it gets, again and again until all are done or all wait.
+    """Run every rank as far as possible, again and again until all have ended or all wait.
 
-    The numbers in the rows must be in range and no action there twice, as ``check.check_cells`` makes sure.
+    The stages and microbatches in the rows must be in range and no action occur twice (see ``check.check_cells``).
 
-    >>> from fpipe.schedules.actions import Action
     >>> rows = [(Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "F", 0), Action(1, "B", 0))]
     >>> list(walk(rows, stages=2, microbatches=1).order)
     [(0, 0), (1, 0), (1, 1), (0, 1)]
     """
     facts = Facts(stages, microbatches)
-    there, table = facts.at_first(), facts.table
-    at = [0] * len(rows)
-    runs: list[tuple[int, int, int]] = []
-    waiting: dict[int, list[int]] = {}  # fact -> the ranks that can go on once it is there
+    present, table = facts.at_first(), facts.table
+    reached = [0] * len(rows)
+    runs = array("q")
+    waiting: dict[int, list[int]] = {}  # fact -> the ranks that wait for it
     ready = list(range(len(rows) - 1, -1, -1))
-
-    def run(action: AnyAction) -> int:
-        """Run the action and return -1, or return a fact that it lacks."""
-        parts = (action,) if isinstance(action, Action) else action.parts  # the property of a plain action costs a call
-        for stage, op, microbatch in parts:
-            base = stage * microbatches + microbatch
-            for need in table[op][0]:
-                if not there[base + need]:
-                    return base + need
-        for stage, op, microbatch in parts:
-            base = stage * microbatches + microbatch
-            for made in table[op][1]:
-                there[base + made] = 1
-                if base + made in waiting:
-                    ready.extend(waiting.pop(base + made))
-        return -1
-
     while ready:
         rank = ready.pop()
-        row, start, stop = rows[rank], at[rank], len(rows[rank])
-        for position in range(start, stop):
-            lacks = run(row[position])
+        row, start, position = rows[rank], reached[rank], reached[rank]
+        for position in range(start, len(row)):
+            action = row[position]
+            parts = (action,) if isinstance(action, Action) else action.parts  # faster than the property of Action
+            lacks = -1
+            for stage, op, microbatch in parts:
+                base = stage * microbatches + microbatch
+                for offset in table[op][0]:
+                    if not present[base + offset] and lacks < 0:
+                        lacks = base + offset
             if lacks >= 0:
                 waiting.setdefault(lacks, []).append(rank)
-                stop = position
                 break
-        at[rank] = stop
-        if stop > start:
-            runs.append((rank, start, stop))
-    blocked = sorted((rank, at[rank], facts.fact(fact)) for fact, ranks in waiting.items() for rank in ranks)
-    return Walk(runs, tuple(Blocked(*who) for who in blocked))
+            for stage, op, microbatch in parts:
+                for offset in table[op][1]:
+                    fact = stage * microbatches + microbatch + offset
+                    present[fact] = 1
+                    if fact in waiting:
+                        ready.extend(waiting.pop(fact))
+        else:
+            position = len(row)
+        reached[rank] = position
+        if position > start:
+            runs.extend((rank, start, position))
+    blocked = sorted((rank, reached[rank], facts.fact(fact)) for fact, ranks in waiting.items() for rank in ranks)
+    return Walk(runs, tuple(Blocked(*each) for each in blocked))
