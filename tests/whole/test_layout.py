@@ -120,6 +120,14 @@ def test_packages_import_what_the_table_names():
         assert all(order.index(target) < order.index(name) for target in targets), f"{name} imports from below"
 
 
+def test_design_page_has_the_same_table():
+    page = (ROOT.parent / "docs" / "design.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)(?:\.py|/)` \|.*\| (.*) \|$", page, re.M)
+    table = {name: imports.replace(",", "").replace("–", "") for name, imports in rows}
+    assert table == {name: entry.may_import for name, entry in PACKAGES.items()}
+    assert list(table) == list(PACKAGES)
+
+
 def test_no_cycles_between_files():
     TopologicalSorter(PACKAGE.file_graph(type_only=False)).prepare()  # raises CycleError with the cycle
     assert len(PACKAGE.cycles) <= 2, "type-only imports included"
