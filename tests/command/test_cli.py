@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 import pytest
 
-from fpipe.command import cli
+from fpipe.command import checking, cli
 from fpipe.errors import ScheduleError
 from fpipe.generators import comparison, make_schedule, schedule_names
 from fpipe.schedules.costs import Costs
@@ -53,6 +53,21 @@ def test_draw_starts_without_torch_or_numpy():
     assert "ZBVZeroBubble: 4 ranks, 8 microbatches" in run.stdout
 
 
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [("draw ZBV", 0), ("compare", 0), ("names", 0), ("train --steps 1", 2), ("profile", 2), ("doctor", 2)],
+)
+def test_without_torch(line: str, status: int):
+    """Schedules need no torch; other commands name what is missing."""
+    code = (
+        f"import sys; sys.modules['torch'] = None; from fpipe.command.cli import main; sys.exit(main({line.split()}))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.returncode == status, run.stderr
+    assert ("this command needs torch, which is not installed: pip install torch" in run.stderr) == bool(status)
+    assert "bug" not in run.stderr
+
+
 def test_python_m_fpipe_ends_with_the_status():
     run = shell("check", "nowhere.csv")
     assert run.returncode == 2
@@ -65,10 +80,8 @@ def test_a_reader_that_leaves_early_sees_no_traceback():
     assert (run.stdout, run.stderr) == ("1F1B: 16 ranks, 200 microbatches\n", "")
 
 
-def test_help_tells_every_command_and_loads_none_of_elsewhere(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setitem(cli.ELSEWHERE, "fly", ("no_such_module_of_ours:fly", "take off"))
+def test_help_lists_every_command_and_loads_none(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(cli.COMMANDS, "fly", ("no_such_module_of_ours:fly", "take off"))
     out = told(capsys, "--help")
     for name in ("draw", "check", "names", "compare", "view"):
         assert re.search(rf"^  {name} +\w", out, re.M)
@@ -80,13 +93,13 @@ def test_help_tells_every_command_and_loads_none_of_elsewhere(
 def test_commands_of_other_modules_are_loaded_by_name(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    (tmp_path / "a_far_room.py").write_text(
+    (tmp_path / "another_module.py").write_text(
         "import click\n\n"
         "@click.command()\n@click.argument('n', type=int)\n"
         "def land(n):\n    click.echo(n + 1)\n    return 1\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(cli.ELSEWHERE, "land", ("a_far_room:land", "come down"))
+    monkeypatch.setitem(cli.COMMANDS, "land", ("another_module:land", "come down"))
     assert cli.main(["land", "41"]) == 1
     assert capsys.readouterr().out == "42\n"
 
@@ -166,9 +179,9 @@ def test_ten_megabytes_of_noise_are_one_short_error(kind: str, capsys: pytest.Ca
 
 # ---- refusing -------------------------------------------------------------------------------------------------------
 REFUSED = [
-    ("draw ZBV --ranks 0", 2, "0 is not a count; give a whole number, 1 or more"),
-    ("draw ZBV --microbatches -3", 2, "-3 is not a count"),
-    ("draw ZBV --ranks four", 2, "four is not a count"),
+    ("draw ZBV --ranks 0", 2, "0 is not in the range x>=1"),
+    ("draw ZBV --microbatches -3", 2, "-3 is not in the range x>=1"),
+    ("draw ZBV --ranks four", 2, "'four' is not a valid whole number"),
     ("draw ZBV -p 100000 -m 100000", 2, "take at most"),
     ("draw ZVB", 2, "no schedule is called 'ZVB'; did you mean ZBV"),
     ("draw 1f2b", 2, "did you mean 1F1B"),
@@ -182,17 +195,17 @@ REFUSED = [
     ("draw ZBV --out nowhere/a.svg", 2, "nowhere/a.svg: No such file or directory"),
     ("draw ZBV --rank 4", 2, "--ranks"),
     ("draw nowhere.csv", 2, "there is no file 'nowhere.csv'"),
-    ("draw good.csv --ranks 8", 2, "is a schedule of 2 ranks, but --ranks 8 was asked for"),
-    ("draw good.csv -m 3", 2, "is a schedule of 2 microbatches"),
+    ("draw good.csv --ranks 8", 2, "is a schedule of 2 ranks, not 8; leave out --ranks"),
+    ("draw good.csv -m 3", 2, "is a schedule of 2 microbatches, not 3"),
     ("draw bad.csv", 1, "position 3"),
     ("draw", 2, "NAME|FILE"),
-    ("check good.csv --ranks 3", 1, "there are 2 ranks, and 3 were asked for"),
+    ("check good.csv --ranks 3", 1, "the schedule has 2 ranks, not 3"),
     ("check junk.csv", 1, "found 'junk'"),
     ("check hole.csv", 1, "no rank holds stage 1"),
     ("check empty.csv", 1, "at least one rank"),
     ("check forwards.csv", 1, "nowhere"),
     ("check .", 2, "there is no file"),
-    ("compare -p 0", 2, "0 is not a count"),
+    ("compare -p 0", 2, "0 is not in the range x>=1"),
     ("compare --costs F=1:2", 2, "give one number"),
     ("darw ZBV", 2, "there is no command 'darw'; did you mean draw?"),
     ("ZBV", 2, "fpipe draw ZBV"),
@@ -236,7 +249,7 @@ def test_a_bug_is_told_without_a_traceback(capsys: pytest.CaptureFixture[str], m
         raise RuntimeError("gears\x1b[31m jammed")
 
     monkeypatch.delenv("FPIPE_TRACEBACK", raising=False)
-    monkeypatch.setattr(cli, "schedule_names", broken)
+    monkeypatch.setattr(checking, "schedule_names", broken)
     assert cli.main(["names"]) == 70
     assert "bug in fpipe: RuntimeError: gears\\x1b[31m jammed" in capsys.readouterr().err
     monkeypatch.setenv("FPIPE_TRACEBACK", "1")
@@ -248,7 +261,7 @@ def test_an_interrupt_ends_with_130(capsys: pytest.CaptureFixture[str], monkeypa
     def stop() -> tuple[str, ...]:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "schedule_names", stop)
+    monkeypatch.setattr(checking, "schedule_names", stop)
     assert cli.main(["names"]) == 130
     assert capsys.readouterr().err.strip() == "error: interrupted"
 
@@ -352,6 +365,9 @@ def test_view_takes_a_schedule_or_a_timeline(capsys: pytest.CaptureFixture[str],
 
 def test_our_own_options_are_documented():
     """Every option of every command has a help text."""
-    for command in cli.fpipe.commands.values():
+    context = click.Context(cli.fpipe)
+    for name in cli.COMMANDS:
+        command = cli.fpipe.get_command(context, name)
+        assert command is not None
         for option in command.params:
             assert isinstance(option, click.Argument) or option.help, (command.name, option.name)  # type: ignore[attr-defined]

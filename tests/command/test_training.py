@@ -96,10 +96,10 @@ def test_screen_shows_what_is_reported():
         (["--schedule", "ZBX"], "did you mean ZBV"),
         (["--schedul", "DualPipeV"], "Did you mean '--schedule'?"),
         (["--step", "5"], "Did you mean '--steps'?"),
-        (["DualPipeV"], "'DualPipeV' stands alone; a schedule is named by --schedule DualPipeV"),
+        (["DualPipeV"], "unexpected argument 'DualPipeV'; name a schedule with --schedule DualPipeV"),
         (["--ranks", "four"], "'four' is not a valid whole number"),
         (["--schedule", "DualPipe", "--ranks", "3"], "3 ranks are odd"),
-        (["--schedule", "nothing.csv"], "cannot read 'nothing.csv'"),
+        (["--schedule", "nothing.csv"], "there is no file 'nothing.csv'"),
         (["--width", "6"], "multiple of 4"),
         (["--ranks", "0"], "0 is not in the range"),
         (["--out", __file__], "is a file"),
@@ -112,7 +112,7 @@ def test_a_mistake_gets_help(arguments: list[str], told: str, capsys: pytest.Cap
 
 
 def test_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fpipe.command.training.command._cores", lambda: 1)
+    monkeypatch.setattr("fpipe.command.train._cores", lambda: 1)
     plan = tmp_path / "plan.csv"
     fpipe.make_schedule("ZBV", 2, 4).to_csv(plan)
     out = tmp_path / "run"

@@ -1,0 +1,107 @@
+"""``fpipe draw`` and ``fpipe view``: pictures of schedules and timelines. Never imports torch."""
+
+from __future__ import annotations
+
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from ..generators import comparison
+from ..schedules import pictures
+from ..schedules.costs import Costs
+from .options import (
+    Count,
+    as_usage_error,
+    check_suffix,
+    checked,
+    costs_option,
+    counts,
+    named_schedule,
+    parse_costs,
+    read_file,
+    usage_error,
+)
+
+
+@click.command()
+@click.argument("schedules", nargs=-1, required=True, metavar="NAME|FILE...")
+@counts
+@costs_option
+@click.option(
+    "-o", "--out", multiple=True, type=click.Path(dir_okay=False), help="Write .svg, .png, .html, .json, .txt."
+)
+@click.option("--width", metavar="N", type=Count(), help="Columns of text.  [default: the terminal's]")
+@click.option("--color/--no-color", default=None, help="Colours.  [default: where the output is a terminal]")
+def draw(
+    schedules: tuple[str, ...], ranks: int | None, microbatches: int | None, stages: int | None, costs: str,
+    out: tuple[str, ...], width: int | None, color: bool | None,
+) -> None:  # fmt: skip
+    """Draw a schedule by name, or one from a file.
+
+    Several schedules are drawn above each other on one axis of time. Costs are then those of a rank's whole share of
+    the model, so that schedules with one and with two stages per rank can be compared.
+
+    \b
+    fpipe draw ZBV --ranks 4 --microbatches 8
+    fpipe draw DualPipeV -p 4 -m 10 --costs overlap=3,comm=0.1 --out dualpipev.svg
+    fpipe draw 1F1B ZBV --out both.html
+    fpipe draw plan.csv
+    """
+    price = parse_costs(costs)
+    for path in out:
+        check_suffix(path, pictures.FORMATS, "--out")
+    valid = [checked(named_schedule(source, ranks, microbatches, stages)) for source in schedules]
+    with as_usage_error():  # costs for another number of stages
+        timelines = [s.simulate(comparison.per_share(price, s) if len(valid) > 1 else price) for s in valid]
+    for path in out:
+        pictures.save(timelines, path)
+        click.echo(f"wrote {path} ({_size(path)})")
+    if not out:
+        click.echo(pictures.draw(timelines, width=width, color=color), nl=False, color=True)
+
+
+@click.command()
+@click.argument("path", metavar="FILE|DIR", type=click.Path(exists=True, path_type=Path))
+@costs_option
+@click.option("-o", "--out", type=click.Path(dir_okay=False, path_type=Path), help="The page.  [default: beside PATH]")
+@click.option("--open/--no-open", "show", default=True, help="Open it in the browser.  [default: open]")
+def view(path: Path, costs: str, out: Path | None, show: bool) -> None:
+    """Explore timelines in a browser: zoom, search, hover.
+
+    FILE is a timeline saved as .json, or a schedule as CSV. DIR is a folder of timelines, as written by fpipe train;
+    they are shown above each other. The page needs no network.
+
+    \b
+    fpipe view run/
+    fpipe view plan.csv --costs F=1,I=1,W=1,comm=0.1 --no-open
+    """
+    if path.suffix.lower() == ".html":
+        out = path
+    else:
+        out = out or (path / "timeline.html" if path.is_dir() else path.with_suffix(".html"))
+        if out.suffix.lower() != ".html":
+            raise click.BadParameter(f"{out}: the page is a file that ends in .html", param_hint="--out")
+        if out.exists() and b'content="fpipe"' not in out.read_bytes()[:4096]:
+            raise usage_error(f"{out} exists, and fpipe did not write it; give another name with --out")
+        pictures.save(_timelines(path, parse_costs(costs)), out)
+        click.echo(f"wrote {out} ({_size(out)})")
+    if show and not webbrowser.open(out.resolve().as_uri()):
+        click.echo(f"no browser could be opened here; open {out} in one")
+
+
+def _timelines(path: Path, price: Costs) -> Sequence[pictures.Drawable]:
+    if not path.is_dir():
+        if path.suffix.lower() == ".json":
+            return pictures.load(path)
+        return [checked(read_file(path)).simulate(price)]
+    timelines = [file for file in sorted(path.glob("*.json")) if pictures.is_timeline(file)]
+    if not timelines:
+        raise usage_error(f"{path} holds no timeline; save one there as .json")
+    return pictures.load(sorted(timelines, key=lambda file: "simulated" not in file.name))  # simulated ones first
+
+
+def _size(path: str | Path) -> str:
+    count = Path(path).stat().st_size
+    return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.0f} kB" if count >= 1e3 else f"{count} bytes"
