@@ -106,6 +106,8 @@ class Lowering:
         self.traffic.drain()
         self._finish()
         self.zero.finish()
+        if self.job.early_loss:
+            self._send_loss()
         return self.out, split, list(self._wanted())
 
     def _act(self, action: Action) -> None:
@@ -259,6 +261,19 @@ class Lowering:
         groups = [g for g in groups if g[0] not in tied] + [list(group) for group in self.job.tied]
         for number, group in enumerate(groups):
             self._sum(number, group)
+
+    def _send_loss(self) -> None:
+        """Send the loss once all of it is computed here.
+
+        The next values that other ranks compute with are sent first: they wait for those.
+        """
+        if self.job.scalar_ranks() != [self.rank]:
+            return
+        keys = tuple(scalar.key for scalar in self.job.scalars(self.rank))
+        last = max((n for n, step in enumerate(self.out) if not set(keys).isdisjoint(step.writes)), default=-1)
+        if last >= 0 and self.out[last].program is not None:
+            sends = (n for n in range(last + 1, len(self.out)) if self.out[n].kind == "SEND")
+            self.out.insert(next(sends, last) + 1, Step("LOSS", reads=keys))
 
     def _leaves(self, stage: int) -> list[int]:
         return [i for s, i in self.job.grad_specs if s == stage]

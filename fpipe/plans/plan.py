@@ -7,9 +7,9 @@ This module knows programs and ranks, and neither tensors nor backends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -18,13 +18,13 @@ from ..programs.stage_programs import Programs
 from ..schedule import Schedule
 from ..schedules.actions import Action, Row
 from ..tree import Aval, Spec, arriving
-from .keys import Key
+from .keys import Key, Source, Value
 from .sharding import Copies, Layout, Share
 from .value_graph import ValueGraph
 from .weaving.weave import Overlap, Weave
 
 Kind: TypeAlias = Literal["F", "B", "I", "W", "RECV", "WAIT", "SEND", "ADD", "ZERO", "SUM", "SETTLE",
-                          "REDUCE", "UNSHARD", "RESHARD", "EACH"]  # fmt: skip
+                          "REDUCE", "UNSHARD", "RESHARD", "EACH", "LOSS"]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,8 @@ class Instruction:
     SETTLE    let go of ``number`` sends to rank ``peer``, which what arrived shows to have been received
     REDUCE    begin to add up the gradients ``reads`` of a stage over the copies of the pipeline (``share`` says which)
     UNSHARD   begin to gather a stage's parameters from parts        RESHARD   let go of them
-    EACH      hand a microbatch's outputs ``reads`` to the caller's function
+    EACH      pass a microbatch's outputs ``reads`` to the caller's function
+    LOSS      send the loss, whose parts ``reads`` are all computed, to the other ranks
 
     ``frees`` are the slots that are empty afterwards.
     """
@@ -84,6 +85,20 @@ class ProgramSet:
     loss: Programs | None = None
 
 
+class Scalar(NamedTuple):
+    """A loss, of the stage past the last, or an auxiliary loss: one number of a microbatch."""
+
+    stage: int
+    mb: int
+    source: Source
+    aval: Aval
+
+    @property
+    def key(self) -> Key:
+        """Its key."""
+        return (self.source, self.mb)
+
+
 @dataclass(frozen=True)
 class LoweringInput:
     """What is to be lowered: a schedule with programs for it.
@@ -109,11 +124,36 @@ class LoweringInput:
     each: bool = False  # outputs go to the caller's function as they are made, and are not kept
     copies: Copies | None = None  # of the whole pipeline, on other data
     layouts: Mapping[int, Layout] = field(default_factory=dict)  # by stage, where there are copies
+    early_loss: bool = False  # a rank that computes the whole loss sends it as soon as it can
 
     @property
     def stages(self) -> int:
-        """How many there are."""
+        """The number of stages."""
         return self.schedule.stages
+
+    def kind(self, mb: int) -> ProgramSet:
+        """The programs of a microbatch."""
+        return self.kinds[self.kind_of[mb]]
+
+    def scalars(self, rank: int) -> list[Scalar]:
+        """The losses and auxiliary losses that a rank computes; the keys hold if the rank's programs are known."""
+        return [s for mb in range(self.schedule.microbatches) for home, s in self._scalars(mb) if home == rank]
+
+    def scalar_ranks(self) -> list[int]:
+        """The ranks that compute losses or auxiliary losses."""
+        return sorted({home for mb in range(self.schedule.microbatches) for home, _ in self._scalars(mb)})
+
+    def _scalars(self, mb: int) -> Iterator[tuple[int, Scalar]]:
+        kind, path = self.kind(mb), self.schedule.placement.path(mb)
+        if kind.loss is not None:
+            name, aval = kind.loss.ys[0], kind.loss.y_avals[0]
+            assert name is not None and aval is not None
+            yield path[-1], Scalar(self.stages, mb, kind.graph.source(kind.loss, self.stages, name), aval)
+        for stage, interface in enumerate(kind.graph.interfaces):
+            if interface.aux is not None:
+                local = kind.programs.get(stage)
+                name = local.aux if local is not None else None
+                yield path[stage], Scalar(stage, mb, Value(stage, name or ""), interface.aux)
 
 
 @dataclass(frozen=True)

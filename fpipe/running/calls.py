@@ -7,7 +7,7 @@ but the pipeline's cache of plans.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,10 @@ from ..programs.autocast import ambient, without_autocast
 from ..tree import AbstractTree, matches
 from .debugging import check, check_leaks, debugging
 from .feed import Feeder, Values, check_devices, weights
-from .loop import Executable, drive, execute, registers
+from .loop import drive, execute
 from .microbatches import Microbatches, Parts, count, merge, split
 from .prepare import Request, Resolved, resolve
+from .registers import Registers
 from .results import Results, collect, output_tree
 from .scalars import added
 
@@ -201,19 +202,18 @@ class Call:
         resolved.memo("devices", lambda: check_devices(self.pipe.group, values, self.sides.values()))
         return resolved, values
 
-    def _run(self, resolved: Resolved, feed: Callable[[Feeder, Any], None], regs: dict[int, Any],
-             phase: int | None = None, bounds: Mapping[int, Executable] | None = None) -> None:  # fmt: skip
+    def _run(self, resolved: Resolved, feed: Callable[[Feeder, Registers], None], regs: dict[int, Registers],
+             phase: int | None = None) -> None:  # fmt: skip
         """Feed and drive the ranks that live here, wholly or in one of two phases."""
         feeders = self.pipe.feeders(resolved)
-        bounds = resolved.bound if bounds is None else bounds
-        for rank, bound in bounds.items():
+        for rank, bound in resolved.bound.items():
             if rank not in regs:
-                regs[rank] = registers(bound.plan, self.seed)
+                regs[rank] = Registers.empty(bound.plan.slots, self.seed)
             feed(feeders[rank], regs[rank])
         group = self.pipe.group
         saved = _save_random(resolved, self.seed, group)
         runs = {}
-        for rank, bound in bounds.items():
+        for rank, bound in resolved.bound.items():
             split_at = bound.plan.split
             start, stop = (0, None) if phase is None else (0, split_at) if phase == 0 else (split_at, None)
             runs[rank] = execute(bound, regs[rank], start, stop)
@@ -233,20 +233,20 @@ class Call:
         finally:
             _restore_random(saved)
             for r in regs.values():
-                r[-2].pop("tell", None)  # it holds the registers
+                r.send_loss = None  # it refers to the registers
 
     def _all(self) -> Results:
         resolved, values = self._prepared()
-        regs: dict[int, Any] = {}
+        regs: dict[int, Registers] = {}
         made = collect(self.pipe, resolved, regs, values)
 
-        def feed(feeder: Feeder, r: Any) -> None:
+        def feed(feeder: Feeder, r: Registers) -> None:
             feeder.fill(r, values)
-            r[-2]["tell"] = made.tell
+            r.send_loss = made.send_loss
             if self.each is not None:
-                r[-2]["each"] = partial(self._tell, resolved)
+                r.each = partial(self._tell, resolved)
 
-        self._run(resolved, feed, regs, bounds=made.bounds())
+        self._run(resolved, feed, regs)
         return made
 
     def _tell(self, resolved: Resolved, mb: int, tensors: list[Any]) -> None:
@@ -291,11 +291,11 @@ class Call:
     def vjp(self) -> tuple[Any, Callable[..., Any]]:
         """The forward phase now; the backward phase in the pullback."""
         resolved, values = self._prepared()
-        regs: dict[int, Any] = {}
+        regs: dict[int, Registers] = {}
         self._run(resolved, lambda feeder, r: feeder.fill(r, values), regs, phase=0)
         made = collect(self.pipe, resolved, regs, values)
         y = self._joined(made.outputs())
-        rest: list[dict[int, Any]] = [regs]
+        rest: list[dict[int, Registers]] = [regs]
 
         def pullback(dy: Any, *, retain: bool = False) -> tuple[Any, Any]:
             """Gradients of the parameters and the input for the outputs' cotangents."""
@@ -304,7 +304,7 @@ class Call:
                     "this pullback was called before and what it needs is freed; call it with retain=True to keep it"
                 )
             kept = rest[0] if retain else rest.pop()
-            mine = {rank: [*r[:-2], dict(r[-2]), r[-1]] for rank, r in kept.items()} if retain else kept
+            mine = {rank: r.copy() for rank, r in kept.items()} if retain else kept
             cotangents = self._cotangents(resolved, dy)
             self._run(resolved, lambda feeder, r: feeder.fill_cotangents(r, cotangents), mine, phase=1)
             back = collect(self.pipe, resolved, mine, values)

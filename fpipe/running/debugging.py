@@ -17,6 +17,7 @@ from torch.fx.node import map_arg
 from ..errors import ActionError, FpipeError
 from ..plans.plan import Instruction, Plan
 from ..programs.program import Program
+from .registers import Registers
 
 _WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
@@ -150,11 +151,11 @@ def _meaning(name: str) -> str:
 
 
 # ---- what is left behind --------------------------------------------------------------------------------------------
-def check_leaks(plan: Plan, r: Sequence[Any]) -> None:
+def check_leaks(plan: Plan, r: Registers) -> None:
     """Raise where, after a whole run, a slot holds what is neither fed nor a result, or a receive was never awaited."""
     known = {*plan.feeds.values(), *plan.results.values()}
-    left = [slot for slot in range(plan.slots) if r[slot] is not None and slot not in known]
-    receives = sorted(key for key in r[-2] if isinstance(key, tuple))
+    left = [slot for slot in range(plan.slots) if r.slots[slot] is not None and slot not in known]
+    receives = [*r.receives, *r.collectives, *r.streams]
     if left or receives:
         raise FpipeError(
             f"rank {plan.rank} ran its plan and left slots {left} full and receives {receives} open; this is a "

@@ -17,9 +17,9 @@ from ..plans.keys import BatchLeaf, OutputCotangent, Param, Seed, Side, State, T
 from ..plans.plan import Plan
 from ..plans.sharding import Copies
 from ..stage import keyword_only
-from .loop import Registers
 from .microbatches import Parts
 from .prepare import Resolved
+from .registers import Registers
 
 
 class Weighted:
@@ -161,39 +161,40 @@ class Feeder:
 
     def fill(self, r: Registers, values: Values) -> None:
         """Lay a call's values into the registers."""
+        slots = r.slots
         for slot, stage, index in self.params:
-            r[slot] = values.params[stage][index].detach()
+            slots[slot] = values.params[stage][index].detach()
         for slot, stage, index in self.states:
-            r[slot] = values.states[stage][index]
+            slots[slot] = values.states[stage][index]
         if self.x:
             rows = values.x.rows
             for slot, mb, index in self.x:
-                r[slot] = rows[mb][index]
+                slots[slot] = rows[mb][index]
         for which, places in self.targets.items():
             rows = values.targets[which].rows
             for slot, mb, index in places:
-                r[slot] = rows[mb][index]
+                slots[slot] = rows[mb][index]
         for slot, stage, mb, index in self.sides:
-            r[slot] = values.sides[stage, mb][index]
+            slots[slot] = values.sides[stage, mb][index]
         if values.weights is not None:
-            self._seed(r, values.weights)
+            self._seed(slots, values.weights)
         if self.move:
             fed = (self.params, self.states, self.x, *self.targets.values(), self.sides)
             for slot, *_ in chain.from_iterable(fed):
-                if isinstance(r[slot], torch.Tensor):
-                    r[slot] = r[slot].to(self.device, non_blocking=True)
+                if isinstance(slots[slot], torch.Tensor):
+                    slots[slot] = slots[slot].to(self.device, non_blocking=True)
 
-    def _seed(self, r: Registers, weights: Weights) -> None:
+    def _seed(self, slots: list[Any], weights: Weights) -> None:
         """The cotangents of the losses: one for all where one number weighs them all."""
         for dtype, places in self.seeds.items():
             common = None if weights.number is None else weights.seed(0, dtype, self.device)
             for slot, mb in places:
-                r[slot] = weights.seed(mb, dtype, self.device) if common is None else common
+                slots[slot] = weights.seed(mb, dtype, self.device) if common is None else common
 
     def fill_cotangents(self, r: Registers, cotangents: Sequence[Sequence[Any]]) -> None:
         """Lay the outputs' cotangents into the registers."""
         for slot, mb, index in self.cotangents:
-            r[slot] = cotangents[mb][index].detach().to(self.device)
+            r.slots[slot] = cotangents[mb][index].detach().to(self.device)
 
 
 def _target(resolved: Resolved, mb: int, index: int) -> tuple[int, int]:

@@ -17,11 +17,11 @@ import torch
 
 from ..collectives.group import Group, Work
 from ..errors import ActionError, DeadlockError, FpipeError, StageError
-from ..plans.copies import together
 from ..plans.plan import Instruction, Plan
 from ..programs._fake import where
+from .copies import together
+from .registers import Registers
 
-Registers: TypeAlias = list[Any]
 StepFn: TypeAlias = Callable[[Registers], Any]
 #: Looks at an instruction, what its program was given, what it gave, and the random state before it where it draws.
 Check: TypeAlias = Callable[[Instruction, Sequence[Any], Sequence[Any], torch.Tensor | None], None]
@@ -60,7 +60,7 @@ def bind(plan: Plan, group: Group, options: Options) -> Executable:
 
 def execute(bound: Executable, r: Registers, start: int = 0, stop: int | None = None) -> Generator[Work, None, None]:
     """Run the steps; yields a receive that is not done yet."""
-    index = start
+    index, slots = start, r.slots
     steps: Sequence[StepFn] = bound.steps if start == 0 and stop is None else bound.steps[start:stop]
     watch = WATCH.get()
     if watch is not None:
@@ -73,7 +73,7 @@ def execute(bound: Executable, r: Registers, start: int = 0, stop: int | None = 
                 if not work.done():
                     yield work
                 for slot, tensor in zip(writes, work.wait(), strict=True):
-                    r[slot] = tensor
+                    slots[slot] = tensor
                 tensor = work = pending = None  # they hold what arrived
             index += 1
     except Exception as error:
@@ -126,6 +126,8 @@ def _bind(ins: Instruction, rank: int, group: Group, options: Options) -> StepFn
         return _add(ins, options.wide)
     if ins.kind == "EACH":
         return _each(ins, rank, group)
+    if ins.kind == "LOSS":
+        return _send_loss
     if ins.kind == "ZERO":
         return _zero(ins, group.device(rank))
     assert ins.kind == "SUM", ins.kind
@@ -146,28 +148,29 @@ def _program(ins: Instruction, options: Options, rank: int, group: Group) -> Ste
         every = True
     else:
         writes, every = tuple((i, slot) for i, slot in enumerate(ins.writes) if slot >= 0), False
-    slots = ins.writes
+    targets = ins.writes
     journal, note = group.journal, " ".join(filter(None, [str(ins.action), program.label]))
 
     def step(r: Registers) -> None:
-        box = [r[i] for i in reads]
+        slots = r.slots
+        box = [slots[i] for i in reads]
         for i in frees:
-            r[i] = None
+            slots[i] = None
         journal(rank, note)
-        if where is not None and r[-1] is not None:
+        if where is not None and r.seed is not None:
             if resumes:
-                _stream(device, r[-2].pop(where))
+                _stream(device, r.streams.pop(where))
             else:
-                _seed(device, r[-1], *where)
+                _seed(device, r.seed, *where)
         out = run(box)
-        if leaves and r[-1] is not None:
-            r[-2][where] = _stream(device)
+        if leaves and where is not None and r.seed is not None:
+            r.streams[where] = _stream(device)
         if every:
-            for slot, value in zip(slots, out):  # noqa: B905  (lengths agree by construction)
-                r[slot] = value
+            for slot, value in zip(targets, out):  # noqa: B905  (lengths agree by construction)
+                slots[slot] = value
         else:
             for i, slot in writes:
-                r[slot] = out[i]
+                slots[slot] = out[i]
 
     return step
 
@@ -190,11 +193,6 @@ def _stream(device: torch.device, state: torch.Tensor | None = None) -> torch.Te
     return module.get_rng_state(*at) if state is None else state
 
 
-def registers(plan: Plan, seed: int | None) -> Registers:
-    """Empty registers: the slots, then the receives under way, then the seed."""
-    return [None] * plan.slots + [{}, seed]
-
-
 def _checked(run: Callable[[list[Any]], Any], check: Check, ins: Instruction) -> Callable[[list[Any]], Any]:
     assert ins.program is not None
     random = ins.program.random
@@ -213,9 +211,10 @@ def _send(ins: Instruction, rank: int, group: Group) -> StepFn:
     send = group.sender(rank, ins.peer, ins.specs)
 
     def step(r: Registers) -> None:
-        tensors = tuple([r[i] for i in reads])
+        slots = r.slots
+        tensors = tuple([slots[i] for i in reads])
         for i in frees:
-            r[i] = None
+            slots[i] = None
         send(tensors)
 
     return step
@@ -228,7 +227,7 @@ def _recv(ins: Instruction, rank: int, group: Group) -> StepFn:
     key = (ins.peer, ins.number)
 
     def step(r: Registers) -> None:
-        r[-2][key] = post()
+        r.receives[key] = post()
 
     return step
 
@@ -244,7 +243,7 @@ def _wait(ins: Instruction, rank: int, group: Group) -> StepFn:
 
         def step(r: Registers) -> tuple[Work, tuple[int, ...]]:
             journal(rank, note)
-            return r[-2].pop(key), writes
+            return r.receives.pop(key), writes
 
         return step
     slot = writes[0] if writes else -1
@@ -254,7 +253,7 @@ def _wait(ins: Instruction, rank: int, group: Group) -> StepFn:
         if tensor is None:
             journal(rank, note)
             return post(), writes
-        r[slot] = tensor
+        r.slots[slot] = tensor
         return None
 
     return take
@@ -278,13 +277,14 @@ def _add(ins: Instruction, wide: torch.dtype | None) -> StepFn:
     first = tuple((slot, value, how) for slot, value, how in pairs if how != "add")
 
     def step(r: Registers) -> None:
+        slots = r.slots
         for slot, value, how in first:
-            tensor = r[value]
-            r[slot] = tensor if how == "take" else _copy(tensor, wide)
+            tensor = slots[value]
+            slots[slot] = tensor if how == "take" else _copy(tensor, wide)
         if into:
-            torch._foreach_add_([r[i] for i in into], [r[i] for i in values])  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_add_([slots[i] for i in into], [slots[i] for i in values])  # pyright: ignore[reportPrivateImportUsage]
         for i in frees:
-            r[i] = None
+            slots[i] = None
 
     return step
 
@@ -295,13 +295,19 @@ def _each(ins: Instruction, rank: int, group: Group) -> StepFn:
     mb, note = action.microbatch, f"each= after {action}"
 
     def step(r: Registers) -> None:
-        tensors = [r[i] for i in reads]
+        tensors = [r.slots[i] for i in reads]
         for i in frees:
-            r[i] = None
+            r.slots[i] = None
         journal(rank, note)
-        r[-2]["each"](mb, tensors)
+        assert r.each is not None
+        r.each(mb, tensors)
 
     return step
+
+
+def _send_loss(r: Registers) -> None:
+    assert r.send_loss is not None
+    r.send_loss()
 
 
 def _copy(tensor: torch.Tensor, wide: torch.dtype | None) -> torch.Tensor:
@@ -313,7 +319,7 @@ def _zero(ins: Instruction, device: torch.device) -> StepFn:
     (slot,), (spec,) = ins.writes, ins.specs
 
     def step(r: Registers) -> None:
-        r[slot] = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+        r.slots[slot] = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
 
     return step
 
@@ -322,12 +328,13 @@ def _sum(ins: Instruction) -> StepFn:
     reads, (write,), frees = ins.reads, ins.writes, ins.frees
 
     def step(r: Registers) -> None:
-        total = r[reads[0]].clone()
+        slots = r.slots
+        total = slots[reads[0]].clone()
         for i in reads[1:]:
-            total.add_(r[i])
+            total.add_(slots[i])
         for i in frees:
-            r[i] = None
-        r[write] = total
+            slots[i] = None
+        slots[write] = total
 
     return step
 

@@ -115,7 +115,9 @@ def resolve(recipe: Config, request: Request) -> Resolved:
             request.schedule, made, request.kind_of, training=training, tied=tied, grad_specs=specs,
             wide=recipe.wide, wants_dx=request.wants_dx, phased=request.mode == "vjp",
             wired=len(here) < recipe.group.size and not recipe.group.at_once,
-            strict=recipe.group.strict, each=request.each, overlap=recipe.overlap, copies=recipe.copies,
+            strict=recipe.group.strict, each=request.each, overlap=recipe.overlap,
+            early_loss=recipe.group.at_once and len(here) < recipe.group.size and request.mode != "vjp",
+            copies=recipe.copies,
             layouts=request.layouts,
         )  # fmt: skip
     for rank, plan in lower_together(jobs).items():

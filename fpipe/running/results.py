@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +11,12 @@ import torch
 from .. import tree
 from ..errors import MismatchError
 from ..plans.keys import Key, Value, grad, reduced_grad
-from ..plans.plan import ProgramSet, spec_of
+from ..plans.plan import ProgramSet, Scalar, spec_of
 from ..programs.stage_programs import Programs
 from ..schedules.actions import plain
 from ..tree import Aval, Spec
 from .feed import Values
-from .loop import Executable, Registers, StepFn
+from .loop import Registers
 from .prepare import Resolved
 from .scalars import added, packed, unpacked
 
@@ -28,14 +27,6 @@ if TYPE_CHECKING:
 def collect(pipe: Pipeline, resolved: Resolved, regs: Mapping[int, Registers], values: Values) -> Results:
     """Read the registers of the ranks that live here."""
     return Results(pipe, resolved, regs, values)
-
-
-def _then_tell(step: StepFn) -> StepFn:
-    def told(r: Registers) -> Any:
-        step(r)
-        r[-2]["tell"]()
-
-    return told
 
 
 def output_tree(resolved: Resolved, mb: int, tensors: Sequence[Any]) -> Any:
@@ -56,46 +47,23 @@ class Results:
         self.group = pipe.group
         self.stages, self.number = resolved.request.schedule.stages, resolved.request.schedule.microbatches
         self.alone = len(self.group.here) == self.group.size
-        self._told: torch.Tensor | None = None
+        self._sent: torch.Tensor | None = None
 
-    def bounds(self) -> Mapping[int, Executable]:
-        """The plans to run. Where a message is away at once, the rank that makes the loss tells it during its plan: at
-        the end of a step nobody waits for it."""
-        return self.resolved.memo("bounds", self._bounds)
-
-    def _bounds(self) -> Mapping[int, Executable]:
-        bound = dict(self.resolved.bound)
-        if not self._unasked():
-            return bound
-        ((rank, wanted),) = self._sources()
-        if rank not in bound:
-            return bound
-        plan, steps = bound[rank].plan, list(bound[rank].steps)
-        slots = {plan.results[key] for _, key, _ in wanted}
-        made = max((n for n, ins in enumerate(plan.instructions) if slots & set(ins.writes)), default=-1)
-        if made >= 0 and plan.instructions[made].program is not None:
-            # What others compute with goes first: they wait for the gradient that follows, for the loss nobody does.
-            sends = (n for n, ins in enumerate(plan.instructions) if n > made and ins.kind == "SEND")
-            at = next(sends, made)
-            steps[at] = _then_tell(steps[at])
-        return bound | {rank: replace(bound[rank], steps=tuple(steps))}
-
-    def _unasked(self) -> bool:
-        """Whether the loss is told before it is asked for; known to every process."""
-        early = self.group.at_once and not self.alone
-        return early and len(self._sources()) == 1
+    def _sent_early(self) -> bool:
+        """Whether the loss is sent during the plan of the rank that computes it; every process has the same answer."""
+        return next(iter(self.resolved.job.values())).early_loss and len(self._sources()) == 1
 
     def leave_loss(self) -> None:
-        """Nobody wants the loss: take it where it is told unasked, and elsewhere wait for nobody."""
-        if self._unasked():
+        """The caller does not want the loss: receive it where it is sent early, otherwise exchange nothing."""
+        if self._sent_early():
             self._loss()
 
-    def tell(self) -> None:
-        """Tell the others the loss, whose parts are all there."""
-        self._told = self._loss()
+    def send_loss(self) -> None:
+        """Send the loss to the other ranks; every part of it is computed."""
+        self._sent = self._loss()
 
     def _get(self, rank: int, key: Key) -> Any:
-        return self.regs[rank][self.resolved.bound[rank].plan.results[key]]
+        return self.regs[rank].slots[self.resolved.bound[rank].plan.results[key]]
 
     def _kind(self, mb: int) -> tuple[int, ProgramSet]:
         index = self.request.kind_of[mb]
@@ -111,26 +79,26 @@ class Results:
         return own if self.pipe.copies is None else self.pipe.copies.average(own)
 
     def _loss(self) -> torch.Tensor:
-        if self._told is not None:
-            return self._told
+        if self._sent is not None:
+            return self._sent
         sources = self._sources()
         if len(sources) == 1:  # one rank has them all, and tells the sum
             ((rank, wanted),) = sources
             mine = rank in self.group.here
-            total = self._total({w: self._get(rank, key) for w, key, _ in wanted}) if mine else None
+            total = self._total({w[:2]: self._get(rank, w.key) for w in wanted}) if mine else None
             if self.alone:
                 assert total is not None
                 return total
-            promoted = lambda: reduce(torch.promote_types, (aval.dtype for _, _, aval in wanted))
+            promoted = lambda: reduce(torch.promote_types, (w.aval.dtype for w in wanted))
             dtype = self.resolved.memo("the loss's dtype", promoted)
             return self._shared(None if total is None else [total], [dtype], rank)[0]
         found: dict[tuple[int, int], torch.Tensor] = {}
         for rank, wanted in sources:
-            values = [self._get(rank, key) for _, key, _ in wanted] if rank in self.group.here else None
+            values = [self._get(rank, w.key) for w in wanted] if rank in self.group.here else None
             if not self.alone:
-                values = self._shared(values, [aval.dtype for _, _, aval in wanted], rank)
+                values = self._shared(values, [w.aval.dtype for w in wanted], rank)
             assert values is not None
-            found |= {where: value for (where, _, _), value in zip(wanted, values, strict=True)}
+            found |= {w[:2]: value for w, value in zip(wanted, values, strict=True)}
         return self._total(found)
 
     def _total(self, found: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
@@ -155,12 +123,12 @@ class Results:
         assert total is not None
         return total
 
-    def _sources(self) -> list[tuple[int, list[tuple[tuple[int, int], Key, Aval]]]]:
-        """The ranks that make losses or auxiliary losses, with where each stands; known to every process."""
+    def _sources(self) -> list[tuple[int, list[Scalar]]]:
+        """The ranks that compute losses or auxiliary losses, with these; every process has the same ones."""
 
-        def find() -> list[tuple[int, list[tuple[tuple[int, int], Key, Aval]]]]:
-            made = [(rank, self._scalar_keys(rank)) for rank in range(self.group.size)]
-            return [(rank, wanted) for rank, wanted in made if wanted]
+        def find() -> list[tuple[int, list[Scalar]]]:
+            some = next(iter(self.resolved.job.values()))
+            return [(rank, self.resolved.job.get(rank, some).scalars(rank)) for rank in some.scalar_ranks()]
 
         return self.resolved.memo("scalars", find)
 
@@ -184,24 +152,6 @@ class Results:
                 f"rank {rank} ran another step than rank {self.group.here[0]} (other shapes, schedule or number of "
                 "microbatches); make the same calls in the same order on every rank"
             )
-
-    def _scalar_keys(self, rank: int) -> list[tuple[tuple[int, int], Key, Aval]]:
-        """Which losses and auxiliary losses a rank makes; known to every process."""
-        out = []
-        mine = rank in self.group.here
-        for mb in range(self.number):
-            kind = self.request.kind_of[mb]
-            path = self.placement.path(mb)
-            loss = self.resolved.loss[kind]
-            if loss is not None and path[-1] == rank:
-                aval, name = loss.y_avals[0], loss.ys[0]
-                assert aval is not None and name is not None
-                out.append(((self.stages, mb), self._loss_key(loss, mb, 0), aval))
-            for stage, face in enumerate(self.resolved.interfaces[kind]):
-                if face.aux is not None and path[stage] == rank:
-                    name = self._programs(rank, kind, stage).aux if mine else ""
-                    out.append(((stage, mb), (Value(stage, name or ""), mb), face.aux))
-        return out
 
     def _loss_key(self, loss: Programs, mb: int, leaf: int) -> Key:
         """Where a leaf of what the loss returned stands; it may be an input that was passed on."""
@@ -265,7 +215,7 @@ class Results:
         out: list[Any] = [None] * self.stages
         copies = self.pipe.copies
         for stage, rank, spec, places in self.resolved.memo("grads", self._grad_places):
-            held, leaves = self.regs[rank], []
+            held, leaves = self.regs[rank].slots, []
             for index, (slot, apart) in enumerate(places):
                 if slot is None:
                     leaves.append(None)

@@ -16,7 +16,8 @@ from ...collectives.group import Group, Work
 from ...errors import FpipeError
 from ...plans.plan import Instruction
 from ...schedules.actions import Action, plain
-from ..loop import WATCH, Executable, Registers, StepFn
+from ..loop import WATCH, Executable, StepFn
+from ..registers import Registers
 from .clocks import Clock, differences
 
 _BESIDE = re.compile(r"with ([0-9]+)([FBIW])([0-9]+)")

@@ -1,21 +1,19 @@
-"""REDUCE, UNSHARD, RESHARD and their waits as functions of the registers.
+"""REDUCE, UNSHARD, RESHARD and their WAIT as functions of the registers.
 
-What is under way stands beside the receives, by its number. A wait for other copies blocks: all copies run one plan, so
-they come here in one order, which another rank of this process could not keep if it went first. Knows no backends.
+A wait for other copies blocks and does not yield to other ranks of this process: all copies run one plan, so they
+start their collectives in one order, which a rank that ran in between could break. Knows no backends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor
 
 from ..collectives.group import Work, part_of
-from .plan import Instruction
-from .sharding import Bucket, Share
-
-Registers = list[Any]
+from ..plans.plan import Instruction
+from ..plans.sharding import Bucket, Share
+from .registers import Registers
 
 
 def together(
@@ -34,31 +32,32 @@ def together(
 
 
 def _reduce(ins: Instruction, share: Share) -> Callable[[Registers], None]:
-    copies, frees, key = share.copies, ins.frees, (-1, ins.number)
-    slots = dict(zip(share.leaves, ins.reads, strict=True))
+    copies, frees, number = share.copies, ins.frees, ins.number
+    slot_of = dict(zip(share.leaves, ins.reads, strict=True))
     op = "mean" if copies.mean else "sum"
-    buckets = [(b, [slots.get(leaf, -1) for leaf in b.leaves], share.carried(b)) for b in share.buckets()]
+    buckets = [(b, [slot_of.get(leaf, -1) for leaf in b.leaves], share.carried(b)) for b in share.buckets()]
 
     def step(r: Registers) -> None:
-        works = []
+        slots, works = r.slots, []
         for bucket, reads, dtype in buckets:
-            memory = share.layout.pack(bucket, [r[i] if i >= 0 else None for i in reads], dtype)
+            memory = share.layout.pack(bucket, [slots[i] if i >= 0 else None for i in reads], dtype)
             works.append(copies.group.start_reduce(memory, op, scatter=copies.zero > 1))
         for i in frees:
-            r[i] = None
-        r[-2][key] = works
+            slots[i] = None
+        r.collectives[number] = works
 
     return step
 
 
 def _unshard(ins: Instruction, share: Share) -> Callable[[Registers], None]:
-    copies, key = share.copies, (-1, ins.number)
-    slots = dict(zip(share.leaves, ins.reads, strict=True))
-    buckets = [(b, [slots[leaf] for leaf in b.leaves]) for b in share.buckets()]
+    copies, number = share.copies, ins.number
+    slot_of = dict(zip(share.leaves, ins.reads, strict=True))
+    buckets = [(b, [slot_of[leaf] for leaf in b.leaves]) for b in share.buckets()]
 
     def step(r: Registers) -> None:
-        r[-2][key] = [
-            copies.group.start_gather(share.layout.fill(bucket, [r[i] for i in reads])) for bucket, reads in buckets
+        r.collectives[number] = [
+            copies.group.start_gather(share.layout.fill(bucket, [r.slots[i] for i in reads]))
+            for bucket, reads in buckets
         ]
 
     return step
@@ -69,29 +68,29 @@ def _reshard(ins: Instruction) -> Callable[[Registers], None]:
 
     def step(r: Registers) -> None:
         for i in frees:
-            r[i] = None
+            r.slots[i] = None
 
     return step
 
 
 def _wait(ins: Instruction, share: Share, journal: Callable[[], None]) -> Callable[[Registers], None]:
-    key, slots = (-1, ins.number), dict(zip(share.leaves, ins.writes, strict=True))
+    slot_of = dict(zip(share.leaves, ins.writes, strict=True))
     buckets = share.buckets()
 
     def step(r: Registers) -> None:
         journal()
-        works: Sequence[Work] = r[-2].pop(key)
+        works: Sequence[Work] = r.collectives.pop(ins.number)
         for bucket, work in zip(buckets, works, strict=True):
             (memory,) = work.wait()
             for leaf, value in zip(bucket.leaves, _landed(share, bucket, memory), strict=True):
-                if slots.get(leaf, -1) >= 0:
-                    r[slots[leaf]] = value
+                if slot_of.get(leaf, -1) >= 0:
+                    r.slots[slot_of[leaf]] = value
 
     return step
 
 
 def _landed(share: Share, bucket: Bucket, memory: Tensor) -> list[Tensor]:
-    """What has come, as values of the leaves."""
+    """The result of a collective as values of the leaves."""
     layout = share.layout
     if not share.gradients:
         return layout.whole(bucket, memory)
