@@ -1,8 +1,8 @@
 """``Schedule``: who computes what, in which order. Frozen, printable, comparable, and free of torch.
 
-A schedule is only compute: sends, receives, frees and reductions are put in later, by lowering. This module holds
-the value and its short questions; the work is done below it, by ``text`` (parse, format), ``check`` (validity),
-``simulate`` (time and memory) and the pictures that a ``Timeline`` draws.
+A schedule is only compute: lowering adds sends, receives, frees and reductions. This module holds the value and its
+properties; the modules of ``schedules`` do the work: ``text`` (parse, format), ``check`` (validity), ``simulation``
+(time and memory) and ``pictures``.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .schedules.timeline import Timeline
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """One tuple of actions per rank, and where the stages live.
+    """One tuple of actions per rank, and the rank of each stage.
 
-    ``placement`` is read off the rows where it is not given, ``microbatches`` likewise. Two schedules are equal
-    when their rows, placement and count of microbatches are; ``name`` is for people.
+    ``placement`` and ``microbatches`` are derived from the rows if they are left out. Two schedules are equal when
+    their rows, placement and count of microbatches are; ``name`` is a label.
 
     >>> s = Schedule.parse("[0F0, 0F1, 0B0, 0B1]\\n[1F0, 1B0, 1F1, 1B1]")
     >>> s.ranks, s.microbatches, s.stages
@@ -39,7 +39,7 @@ class Schedule:
     """
 
     rows: tuple[Row, ...]
-    placement: Placement = field(default=None)  # type: ignore[assignment]  # read off the rows
+    placement: Placement = field(default=None)  # type: ignore[assignment]  # derived from the rows
     microbatches: int = -1
     name: str = field(default="", compare=False)
 

@@ -10,7 +10,7 @@ Qi et al., "Zero Bubble Pipeline Parallelism", 2024 (arXiv:2401.10241), section 
 Before an F or an I of a round a rank runs the Ws without which memory would not do, those that fit whole into the time
 it has to wait, and one that does not fit where waiting would make this rank the one that idles most.
 
-Two choices are made both ways, and the shortest span wins: in step 1, one F more where a rank would wait for I0; in
+Two choices are tried both ways, and the shortest span wins: in step 1, one F more where a rank would wait for I0; in
 step 2, leaving out the F of a rank that is two ahead of the next one, if it can afford to wait for its I instead. The
 exact optimum is the solution of a mixed integer program; a span that no program could shorten ends the search at once.
 
@@ -40,58 +40,58 @@ def make_zb_1p(ranks: int, microbatches: int, stages: int) -> Schedule:
     >>> make_zb_1p(4, 8, 4).simulate().span
     27.0
     """
-    words = _best(ranks, microbatches, Costs(), limit=ranks)
-    return one_a_rank("ZB1P", words, microbatches, stages)
+    patterns = _best(ranks, microbatches, Costs(), limit=ranks)
+    return one_a_rank("ZB1P", patterns, microbatches, stages)
 
 
 def make_zb_2p(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """ZB-2p: twice that, and no idle time within a rank's own span once there are microbatches enough.
+    """ZB-2p: twice that, and no idle time within a rank's span for enough microbatches.
 
     >>> make_zb_2p(4, 8, 4).simulate().span
     24.0
     """
-    words = _best(ranks, microbatches, Costs(), limit=2 * ranks)
-    return one_a_rank("ZB2P", words, microbatches, stages)
+    patterns = _best(ranks, microbatches, Costs(), limit=2 * ranks)
+    return one_a_rank("ZB2P", patterns, microbatches, stages)
 
 
 def automatic_zero_bubble(ranks: int, microbatches: int, costs: Costs, *, limit: float, name: str = "") -> Schedule:
     """The heuristic's schedule for these costs, one stage a rank.
 
     ``limit`` is what a rank may hold, in the bytes of ``costs.saved`` and ``costs.kept``; as these are 1 by default,
-    it then counts microbatches. Rank r needs room for ``ranks - r`` of them.
+    it then counts microbatches. Rank r needs memory for ``ranks - r`` of them.
 
     >>> costs = Costs(F=2, comm=0.5)
     >>> automatic_zero_bubble(2, 8, costs, limit=4).simulate(costs).span
     33.0
     """
-    words = _best(ranks, microbatches, costs, limit)
-    return one_a_rank(name or "AutomaticZeroBubble", words, microbatches, ranks)
+    patterns = _best(ranks, microbatches, costs, limit)
+    return one_a_rank(name or "AutomaticZeroBubble", patterns, microbatches, ranks)
 
 
 def _best(ranks: int, microbatches: int, costs: Costs, limit: float) -> list[str]:
-    tries: list[_Try] = []
+    tries: list[_Run] = []
     for choices in product((False, True), repeat=2):
-        tries.append(_Try(ranks, microbatches, costs, limit, *choices))
+        tries.append(_Run(ranks, microbatches, costs, limit, *choices))
         if tries[-1].span <= tries[-1].least_span * _ALMOST:
             break
-    return min(tries, key=lambda one: one.span).words
+    return min(tries, key=lambda one: one.span).patterns
 
 
 @dataclass(slots=True)
 class _Rank:
-    """What a rank has done so far."""
+    """The state of a rank."""
 
-    word: list[str]
+    pattern: list[str]
     forwards: list[float]  #: when each F ended
     inwards: list[float]  #: when each I ended
     clock: float = 0.0
-    idle: float = 0.0  #: since its own first action
+    idle: float = 0.0  #: since its first action
     held: float = 0.0
     waiting: int = 0  #: Ws that could run
 
 
-class _Try:
-    """One run of the heuristic, with its two choices made."""
+class _Run:
+    """One run of the heuristic, for one setting of its two choices. Its methods extend the rows of the ranks."""
 
     def __init__(
         self, ranks: int, microbatches: int, costs: Costs, limit: float, one_more: bool, leave_out: bool
@@ -106,7 +106,7 @@ class _Try:
         self._warm_up(self._room(limit), one_more)
         while len(self.ranks[0].inwards) < microbatches:
             self._round(leave_out)
-        self.words = ["".join(rank.word) + "W" * rank.waiting for rank in self.ranks]
+        self.patterns = ["".join(rank.pattern) + "W" * rank.waiting for rank in self.ranks]
 
     @property
     def span(self) -> float:
@@ -184,13 +184,13 @@ class _Try:
     # ---- questions ----------------------------------------------------------------------------------------------
     def _can_forward(self, rank: int) -> bool:
         me = self.ranks[rank]
-        given = len(self.ranks[rank - 1].forwards) if rank else self.microbatches
-        return len(me.forwards) < given and me.held + self.saved[rank] - me.waiting * self.kept[rank] <= self.limit
+        available = len(self.ranks[rank - 1].forwards) if rank else self.microbatches
+        return len(me.forwards) < available and me.held + self.saved[rank] - me.waiting * self.kept[rank] <= self.limit
 
     def _can_inward(self, rank: int) -> bool:
         me = self.ranks[rank]
-        given = me.forwards if rank == len(self.ranks) - 1 else self.ranks[rank + 1].inwards
-        return len(me.inwards) < len(given)
+        available = me.forwards if rank == len(self.ranks) - 1 else self.ranks[rank + 1].inwards
+        return len(me.inwards) < len(available)
 
     def _can_wait(self, rank: int) -> bool:
         """Whether the next rank does without this one's F for now, and this one would not idle most for it."""
@@ -217,7 +217,7 @@ class _Try:
         me.clock += self.F[rank]
         me.held += self.saved[rank]
         me.forwards.append(me.clock)
-        me.word.append("F")
+        me.pattern.append("F")
 
     def _inward(self, rank: int) -> None:
         me, done = self.ranks[rank], len(self.ranks[rank].inwards)
@@ -227,19 +227,19 @@ class _Try:
         me.held += self.kept[rank] - self.saved[rank]
         me.waiting += 1
         me.inwards.append(me.clock)
-        me.word.append("I")
+        me.pattern.append("I")
 
     def _weight(self, rank: int) -> None:
         me = self.ranks[rank]
         me.clock += self.W[rank]
         me.held -= self.kept[rank]
         me.waiting -= 1
-        me.word.append("W")
+        me.pattern.append("W")
 
     def _wait(self, rank: int, ready: float) -> None:
         """Until ``ready``, filling the time with Ws."""
         me = self.ranks[rank]
-        if me.word:
+        if me.pattern:
             while me.waiting and me.clock + self.W[rank] <= ready * _ALMOST:
                 self._weight(rank)
             if me.waiting and ready - me.clock > (self.most_idle - me.idle) * _ALMOST and ready > me.clock * _ALMOST:

@@ -28,7 +28,7 @@ Maker = TypeVar("Maker", bound=Callable[..., Schedule])
 
 
 class _Entry(NamedTuple):
-    """A built-in schedule: how it is made, and how many stages it puts on a rank."""
+    """A built-in schedule: its generator, and how many stages it places on a rank."""
 
     name: str
     make: Callable[[int, int, int], Schedule]
@@ -57,7 +57,7 @@ TABLE = (
     _Entry("Chimera", make_chimera, 1, exactly=True),
     _Entry("Hanayo", make_hanayo, 2, step=2),
 )
-#: Forwards and backwards of the largest schedule that is made: it takes some gigabytes.
+#: Forwards and backwards of the largest schedule: it takes some gigabytes.
 MOST_ACTIONS = 1 << 24
 _ALSO = {"ZBV": "ZBVZeroBubble"}
 
@@ -127,11 +127,11 @@ def make_schedule(name: str, ranks: int, microbatches: int, stages: int | None =
 
 
 def _check_size(stages: int, microbatches: int) -> None:
-    """A schedule is held whole: one that no memory would hold is refused before it is begun."""
+    """Refuse a schedule that would not fit in memory."""
     if 2 * stages * microbatches > MOST_ACTIONS:
         raise ScheduleError(
             f"{stages} stages and {microbatches} microbatches are {2 * stages * microbatches:,} forwards and "
-            f"backwards; at most {MOST_ACTIONS:,} are made, which take gigabytes. Give fewer ranks or microbatches",
+            f"backwards; at most {MOST_ACTIONS:,} are allowed, which take gigabytes. Give fewer ranks or microbatches",
             rule="size",
         )
 
@@ -141,10 +141,10 @@ def register_schedule(name: str, fn: Maker) -> Maker: ...
 @overload
 def register_schedule(name: str) -> Callable[[Maker], Maker]: ...
 def register_schedule(name: str, fn: Maker | None = None) -> Maker | Callable[[Maker], Maker]:
-    """Let :func:`make_schedule` know ``fn(ranks, microbatches) -> Schedule`` by ``name``; also a decorator.
+    """Register ``fn(ranks, microbatches) -> Schedule`` under ``name`` for :func:`make_schedule`; also a decorator.
 
-    ``fn`` may take ``stages=`` too; then it gets the number asked for, or None. A name that was registered before is
-    replaced, a built-in one is refused.
+    ``fn`` may take ``stages=`` too, the requested number or None. A registered name is replaced, a built-in one is
+    refused.
 
     >>> @register_schedule("OneByOne")
     ... def one_by_one(ranks, microbatches):
@@ -154,9 +154,9 @@ def register_schedule(name: str, fn: Maker | None = None) -> Maker | Callable[[M
     >>> unregister_schedule("OneByOne")
     """
     if fn is None:
-        return lambda made: register_schedule(name, made)
+        return lambda generator: register_schedule(name, generator)
     if not isinstance(name, str) or not _key(name):
-        raise ScheduleError(f"a schedule cannot be called {name!r}; give it a name of letters or digits", rule="name")
+        raise ScheduleError(f"a schedule cannot be called {name!r}; use letters or digits", rule="name")
     if _key(name) in _BUILT_IN:
         taken = _BUILT_IN[_key(name)].name
         raise ScheduleError(
@@ -173,17 +173,15 @@ def register_schedule(name: str, fn: Maker | None = None) -> Maker | Callable[[M
 
 
 def unregister_schedule(name: str) -> None:
-    """Forget a name that was registered; built-in ones stay.
+    """Remove a registered name.
 
     >>> unregister_schedule("GPipe")
     Traceback (most recent call last):
     ...
-    fpipe.errors.ScheduleError: no schedule is registered as 'GPipe'; only registered names can be forgotten
+    fpipe.errors.ScheduleError: no schedule is registered as 'GPipe'; only registered names can be removed
     """
     if _REGISTERED.pop(_key(name), None) is None:
-        raise ScheduleError(
-            f"no schedule is registered as {name!r}; only registered names can be forgotten", rule="name"
-        )
+        raise ScheduleError(f"no schedule is registered as {name!r}; only registered names can be removed", rule="name")
 
 
 def _count(what: str, value: Any) -> int:
@@ -217,27 +215,26 @@ def _stages(entry: _Entry, ranks: int, stages: int | None) -> int:
 
 
 def _registered(name: str, fn: Callable[..., Schedule], ranks: int, microbatches: int, stages: int | None) -> Schedule:
-    made = fn(ranks, microbatches, stages=stages) if _takes_stages(fn) else fn(ranks, microbatches)
-    if not isinstance(made, Schedule):
+    result = fn(ranks, microbatches, stages=stages) if _takes_stages(fn) else fn(ranks, microbatches)
+    if not isinstance(result, Schedule):
         raise ScheduleError(
-            f"the function registered as {name!r} returned {type(made).__name__}; it must return a Schedule",
+            f"the function registered as {name!r} returned {type(result).__name__}; it must return a Schedule",
             rule="name",
         )
-    asked = {"ranks": ranks, "microbatches": microbatches, "stages": made.stages if stages is None else stages}
-    for what, number in asked.items():
-        if getattr(made, what) != number:
+    for what, number in (("ranks", ranks), ("microbatches", microbatches), ("stages", stages)):
+        if number not in (None, getattr(result, what)):
             raise ScheduleError(
-                f"the function registered as {name!r} was asked for {what}={number} and made a schedule with "
-                f"{getattr(made, what)}; ask for that, or mend the function",
+                f"the function registered as {name!r} was called for {what}={number} and returned a schedule with "
+                f"{getattr(result, what)}; request that number, or correct the function",
                 rule=what,
             )
-    return made
+    return result
 
 
 def _takes_stages(fn: Callable[..., Schedule]) -> bool:
     try:
         parameters = inspect.signature(fn).parameters
-    except (TypeError, ValueError):  # a callable that does not tell its parameters
+    except (TypeError, ValueError):  # a callable without a signature
         return False
     return "stages" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 

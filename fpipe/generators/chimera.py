@@ -1,7 +1,7 @@
 """Chimera: two pipelines in opposite directions, each in the gaps of the other.
 
 Li and Hoefler, "Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional Pipelines", 2021
-(arXiv:2107.06925). The model stands on the ranks twice; half of the microbatches go down and half up, p in a unit.
+(arXiv:2107.06925). Every stage is on two ranks; half of the microbatches go down and half up, p in a unit.
 With a forward as long as a backward, microbatch i of a unit goes down through stage s at s + 2i and comes back at
 2p - 1 - s + 2i, and those that go up take the other parity. Two units for 4 ranks; capitals are the direction that
 enters at the nearer end, and each unit's last backwards lie among the next unit's first forwards:

@@ -1,7 +1,7 @@
 """All schedules side by side: what each would cost at the same counts and the same price per rank.
 
 The price is that of a rank's whole share of the model, so that a schedule that puts two stages on a rank pays half
-for each, and memory is counted in whole shares too. How a schedule is made, checked and simulated is known elsewhere.
+for each, and memory is counted in whole shares too.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class Entry(NamedTuple):
     stages: int
     bubble: float  # 1 - work / span
     total: float  # from the first start of all to the last end of all
-    span: float  # the longest time from a rank's own first start to its own last end
+    span: float  # the longest time from a rank's first start to its last end
     memory: float  # the most that a rank holds, in activations of a whole share for one microbatch, or in bytes
-    weights: float  # copies of a share that a rank holds: 2 where every stage has two homes
+    weights: float  # copies of a share that a rank holds: 2 if every stage is on two ranks
     messages: int  # between ranks, each one microbatch's activations or their gradient
     volume: float  # their bytes, where the costs know them
 
 
 def per_share(costs: Costs, schedule: Schedule) -> Costs:
-    """Costs of a rank's whole share, told per stage of ``schedule``.
+    """Costs of a rank's whole share, per stage of ``schedule``.
 
     >>> from fpipe.generators import make_schedule
     >>> per_share(Costs(comm=0.5), make_schedule("ZBV", 2, 4))
@@ -110,11 +110,11 @@ def table(entries: Sequence[Entry], best: Callable[[str], str] = str) -> Iterato
     heads = [f"{column.field:>{size}} " for column, size in zip(columns, widths, strict=True)]
     yield "  ".join(["schedule".ljust(wide), "stages", *heads]).rstrip()
     for entry, row in zip(entries, cells, strict=True):
-        told = []
+        shown = []
         for column, text, size in zip(columns, row, widths, strict=True):
             star = column.starred and _is_best(entry, entries, column.field)
-            told.append(best(f"{text:>{size}}*") if star else f"{text:>{size}} ")
-        yield "  ".join([entry.name.ljust(wide), f"{entry.stages:>6}", *told]).rstrip()
+            shown.append(best(f"{text:>{size}}*") if star else f"{text:>{size}} ")
+        yield "  ".join([entry.name.ljust(wide), f"{entry.stages:>6}", *shown]).rstrip()
 
 
 def _columns(entries: Sequence[Entry]) -> Iterator[_Column]:

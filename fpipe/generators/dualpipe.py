@@ -14,12 +14,12 @@ The Ws leave first in, first out. All of this is there when there are two microb
 for that many and the first ones are left out (with the last ones left out it would be slower), and a fused action that
 loses a half becomes the other half.
 
-DualPipe: the model stands on the ranks twice, once in each direction, and half of the microbatches go each way. Each
-half of the ranks, from its outer end inwards, runs the words above with capitals for the direction that enters at that
-end. Six ranks run the words of three, each half its own:
+DualPipe: every stage is on two ranks, one for each direction, and half of the microbatches go each way. Each
+half of the ranks, from its outer end inwards, runs the patterns above with capitals for the direction that enters at
+that end. Six ranks run the patterns of three, in each half:
 
     stages   0 and 5 | 1 and 4 | 2 and 3 | 3 and 2 | 4 and 1 | 5 and 0     of the microbatches going down and up
-    word     rank 0's  rank 1's  rank 2's  rank 2's  rank 1's  rank 0's
+    pattern     rank 0's  rank 1's  rank 2's  rank 2's  rank 1's  rank 0's
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def make_dual_pipe_v(ranks: int, microbatches: int, stages: int) -> Schedule:
     """
     drawn = max(2 * ranks, microbatches)
     batches = range(drawn)
-    rows = tuple(_row(_word(ranks, r, drawn), (r, batches), (stages - 1 - r, batches)) for r in range(ranks))
+    rows = tuple(_row(_pattern(ranks, r, drawn), (r, batches), (stages - 1 - r, batches)) for r in range(ranks))
     if drawn > microbatches:
         rows = keep(rows, batches[drawn - microbatches :])
     return Schedule(rows, Placement.v(ranks), microbatches, "DualPipeV")
@@ -68,9 +68,9 @@ def make_dual_pipe(ranks: int, microbatches: int, stages: int) -> Schedule:
     going_up = microbatches // 2
     drawn = max(ranks, microbatches - going_up)
     down, up = range(drawn), range(drawn, 2 * drawn)
-    words = [_word(ranks // 2, near, drawn) for near in range(ranks // 2)]
-    upper = [_row(word, (r, down), (ranks - 1 - r, up)) for r, word in enumerate(words)]
-    lower = [_row(word, (r, up), (ranks - 1 - r, down)) for r, word in enumerate(words)]
+    patterns = [_pattern(ranks // 2, near, drawn) for near in range(ranks // 2)]
+    upper = [_row(pattern, (r, down), (ranks - 1 - r, up)) for r, pattern in enumerate(patterns)]
+    lower = [_row(pattern, (r, up), (ranks - 1 - r, down)) for r, pattern in enumerate(patterns)]
     kept = (*down[going_up - microbatches :], *up[len(up) - going_up :])
     rows = tuple(upper + lower[::-1])
     if len(kept) < 2 * drawn:
@@ -79,7 +79,7 @@ def make_dual_pipe(ranks: int, microbatches: int, stages: int) -> Schedule:
     return Schedule(rows, placement, microbatches, "DualPipe")
 
 
-def _word(p: int, r: int, m: int) -> str:
+def _pattern(p: int, r: int, m: int) -> str:
     """The eight phases of rank ``r`` of ``p``, for ``m`` microbatches."""
     gap, near = p - r - 1, r + 1
     main = "XY" * (m - 2 * p + near)
@@ -90,13 +90,13 @@ def _word(p: int, r: int, m: int) -> str:
     return "F" * (2 * gap) + "Ff" * near + "iWf" * gap + main + "bY" * gap + turn + "WI" * gap + "W" * near
 
 
-def _row(word: str, first: tuple[int, range], second: tuple[int, range]) -> Row:
+def _row(pattern: str, first: tuple[int, range], second: tuple[int, range]) -> Row:
     """The row of a rank, from (stage, microbatches) of its two chunks."""
     queue: deque[Action] = deque()
     f0, b0, i0 = _chunk(*first, queue)
     f1, b1, i1 = _chunk(*second, queue)
     hand: dict[str, Tape] = {"F": f0, "B": b0, "I": i0, "f": f1, "b": b1, "i": i1, "W": oldest(queue)}
-    return deal(word, hand | {"X": fused(f0, b1), "Y": fused(f1, b0)})
+    return deal(pattern, hand | {"X": fused(f0, b1), "Y": fused(f1, b0)})
 
 
 def _chunk(stage: int, batches: range, queue: deque[Action]) -> tuple[Iterator[Action], ...]:

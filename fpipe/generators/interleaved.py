@@ -44,11 +44,13 @@ def group_order(microbatches: int, ranks: int, chunks: int) -> list[tuple[int, i
     return [(c, m) for group in groups(microbatches, ranks) for c in range(chunks) for m in group]
 
 
-def by_groups(name: str, word: Callable[[int, int, int], str], ranks: int, microbatches: int, stages: int) -> Schedule:
+def by_groups(
+    name: str, pattern: Callable[[int, int, int], str], ranks: int, microbatches: int, stages: int
+) -> Schedule:
     """The schedule that goes by :func:`group_order`, backwards from the last chunk.
 
-    ``word(rank, total, ahead)`` draws a rank's row of ``total`` forwards; ``ahead`` is how many the first group makes
-    before it comes to the last chunk.
+    ``pattern(rank, total, ahead)`` is a rank's row of ``total`` forwards; the first group has ``ahead`` of them before
+    its last chunk.
 
     >>> print(by_groups("GPipe", lambda rank, total, ahead: "F" * total + "B" * total, 2, 2, 4))
     [0F0, 0F1, 2F0, 2F1, 2B0, 2B1, 0B0, 0B1]
@@ -64,7 +66,7 @@ def by_groups(name: str, word: Callable[[int, int, int], str], ranks: int, micro
         down = [c * ranks + rank for c, _ in order]
         up = [(chunks - 1 - c) * ranks + rank for c, _ in order]
         hand = {"F": tape(down, "F", batches), **{op: tape(up, op, batches) for op in backwards}}
-        rows.append(deal(word(rank, total, ahead), hand))
+        rows.append(deal(pattern(rank, total, ahead), hand))
     return Schedule(tuple(rows), Placement.loop(ranks, chunks), microbatches, name)
 
 
@@ -76,11 +78,11 @@ def make_interleaved_one_f_one_b(ranks: int, microbatches: int, stages: int) -> 
     [1F0, 1F1, 3F0, 3B0, 3F1, 3B1, 1B0, 1B1]
     """
 
-    def word(rank: int, total: int, ahead: int) -> str:
+    def pattern(rank: int, total: int, ahead: int) -> str:
         first = min(total, 2 * (ranks - rank - 1) + ahead)
         return "F" * first + "FB" * (total - first) + "B" * first
 
-    return by_groups("Interleaved1F1B", word, ranks, microbatches, stages)
+    return by_groups("Interleaved1F1B", pattern, ranks, microbatches, stages)
 
 
 def make_looped_bfs(ranks: int, microbatches: int, stages: int) -> Schedule:

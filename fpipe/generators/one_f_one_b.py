@@ -34,8 +34,8 @@ def make_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
     [0F0, 0F1, 0B0, 0F2, 0B1, 0B2]
     [1F0, 1B0, 1F1, 1B1, 1F2, 1B2]
     """
-    words = [_word(microbatches, ranks - rank) for rank in range(ranks)]
-    return one_a_rank("1F1B", words, microbatches, stages)
+    patterns = [_pattern(microbatches, ranks - rank) for rank in range(ranks)]
+    return one_a_rank("1F1B", patterns, microbatches, stages)
 
 
 def make_eager_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -45,8 +45,8 @@ def make_eager_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedu
     [0F0, 0F1, 0F2, 0B0, 0F3, 0B1, 0B2, 0B3]
     [1F0, 1B0, 1F1, 1B1, 1F2, 1B2, 1F3, 1B3]
     """
-    words = [_word(microbatches, 2 * (ranks - rank) - 1) for rank in range(ranks)]
-    return one_a_rank("Eager1F1B", words, microbatches, stages)
+    patterns = [_pattern(microbatches, 2 * (ranks - rank) - 1) for rank in range(ranks)]
+    return one_a_rank("Eager1F1B", patterns, microbatches, stages)
 
 
 def make_overlapped_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -60,11 +60,11 @@ def make_overlapped_one_f_one_b(ranks: int, microbatches: int, stages: int) -> S
     for rank in range(ranks):
         first = min(microbatches, 2 * (ranks - rank) - 1)
         forward, backward = tape(rank, "F", range(microbatches)), tape(rank, "B", range(microbatches))
-        word = "F" * first + "X" * (microbatches - first) + "B" * first
-        rows.append(deal(word, {"F": forward, "X": fused(forward, backward), "B": backward}))
+        pattern = "F" * first + "X" * (microbatches - first) + "B" * first
+        rows.append(deal(pattern, {"F": forward, "X": fused(forward, backward), "B": backward}))
     return Schedule(tuple(rows), Placement.loop(ranks), microbatches, "Overlapped1F1B")
 
 
-def _word(microbatches: int, warm_up: int) -> str:
+def _pattern(microbatches: int, warm_up: int) -> str:
     first = min(microbatches, warm_up)
     return "F" * first + "BF" * (microbatches - first) + "B" * first

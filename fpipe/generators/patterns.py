@@ -1,10 +1,10 @@
-"""From a drawn word to a row of actions.
+"""From a string of letters to a row of actions.
 
-A rank's row is drawn as a word: ``"FFBFBB"`` is two forwards, a backward, and so on. A tape is what a letter stands
-for: an iterator that gives that letter's next action. :func:`deal` reads the word and takes, for each letter, what its
-tape gives next. Capital letters are a rank's first chunk, small ones its second.
+A rank's row is a pattern: ``"FFBFBB"`` is two forwards, a backward, and so on. Each letter has a tape: an iterator over
+its actions. :func:`deal` takes, for each letter of the pattern, the next action of its tape. Capital letters are a
+rank's first chunk, small ones its second.
 
-This file knows letters and tapes. It knows no schedule, and nothing about what must come before what.
+This file knows letters and tapes. It knows no particular schedule and no dependencies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def tape(stage: int | Iterable[int], op: Op, microbatches: Iterable[int]) -> Ite
     [3F0, 3F1]
     """
     stages = repeat(stage) if isinstance(stage, int) else stage
-    return map(Action, stages, repeat(op), microbatches)  # pyright: ignore[reportArgumentType]  # it widens op to str
+    ops: Iterator[Op] = repeat(op)
+    return map(Action, stages, ops, microbatches)
 
 
 def tapes(stage: int, microbatches: int, *, small: bool = False) -> dict[str, Tape]:
@@ -64,14 +65,14 @@ def queueing(inputs: Iterable[Action], queue: deque[Action]) -> Iterator[Action]
 
 
 def oldest(queue: deque[Action]) -> Iterator[Action]:
-    """The tape that takes what has waited longest."""
+    """The tape of the actions of a queue, oldest first."""
     while True:
         yield queue.popleft()
 
 
-def deal(word: Iterable[str], tapes: Mapping[str, Tape]) -> Row:
-    """The row that ``word`` draws."""
-    return tuple([next(tapes[letter]) for letter in word])
+def deal(pattern: Iterable[str], tapes: Mapping[str, Tape]) -> Row:
+    """The row of ``pattern``."""
+    return tuple([next(tapes[letter]) for letter in pattern])
 
 
 def evenly(microbatches: range, parts: int) -> list[range]:
@@ -88,14 +89,14 @@ def evenly(microbatches: range, parts: int) -> list[range]:
 def keep(rows: Iterable[Row], microbatches: Sequence[int]) -> tuple[Row, ...]:
     """The rows with only these microbatches, numbered anew from 0; a fused action that loses parts keeps the others.
 
-    Microbatches need nothing of each other, so a valid schedule stays valid when some are left out. A schedule that is
-    drawn for many microbatches becomes, this way, one for few.
+    Microbatches do not depend on each other, so a valid schedule without some of them is valid. A schedule built for
+    many microbatches becomes one for few.
 
     >>> keep([deal("FFBB", tapes(0, 2))], [1])
     ((0F0, 0B0),)
     """
     number = {old: new for new, old in enumerate(microbatches)}
-    kept = []
+    kept: list[Row] = []
     for row in rows:
         parts = [
             tuple(p._replace(microbatch=number[p.microbatch]) for p in action.parts if p.microbatch in number)
@@ -105,8 +106,8 @@ def keep(rows: Iterable[Row], microbatches: Sequence[int]) -> tuple[Row, ...]:
     return tuple(kept)
 
 
-def one_a_rank(name: str, words: Sequence[str], microbatches: int, stages: int) -> Schedule:
-    """The schedule of ranks that hold one chunk each: one word a rank, and stage ``r`` on rank ``r``.
+def one_a_rank(name: str, patterns: Sequence[str], microbatches: int, stages: int) -> Schedule:
+    """The schedule of ranks that hold one chunk each: one pattern a rank, and stage ``r`` on rank ``r``.
 
     With more stages than ranks each rank holds as many neighbours, run one after another as if they were one.
 
@@ -114,12 +115,12 @@ def one_a_rank(name: str, words: Sequence[str], microbatches: int, stages: int) 
     [0F0, 0F1, 0B0, 0B1]
     [1F0, 1B0, 1F1, 1B1]
     """
-    rows = tuple(deal(word, tapes(rank, microbatches)) for rank, word in enumerate(words))
-    per_rank = stages // len(words)
+    rows = tuple(deal(pattern, tapes(rank, microbatches)) for rank, pattern in enumerate(patterns))
+    per_rank = stages // len(patterns)
     home = tuple(stage // per_rank for stage in range(stages))
     if per_rank > 1:
         rows = tuple(_spread(row, per_rank) for row in rows)
-    return Schedule(rows, Placement((home,), len(words)), microbatches, name)
+    return Schedule(rows, Placement((home,), len(patterns)), microbatches, name)
 
 
 def _spread(row: Iterable[AnyAction], per_rank: int) -> Row:

@@ -21,8 +21,9 @@ With k chunk activations held, 2((p + 4) // 3) in V-Min and 2((p + 2) // 2) in V
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, count, zip_longest
 from math import inf
 from operator import attrgetter
 from typing import NamedTuple
@@ -83,20 +84,14 @@ def make_v_half(ranks: int, microbatches: int, stages: int) -> Schedule:
 
 
 def _make(name: str, block: Block, microbatches: int, stages: int) -> Schedule:
-    lanes = _lanes(block, microbatches, stages)
-    slot, left = 0, list(lanes)
-    while left:
-        for lane in left:
-            lane.run(slot)
-        left = [lane for lane in left if lane.passes]
-        slot += 1
-    rows = tuple((*lane.row, *lane.waiting) for lane in lanes)
+    slots = zip_longest(*(_row(passes, block) for passes in _passes(block, microbatches, stages)))
+    rows = tuple(tuple(filter(None, row)) for row in zip(*slots, strict=True))
     return Schedule(rows, Placement.v(stages // 2), microbatches, name)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Pass:
-    """One of a rank's four passes: its next microbatch, and from which slot on each microbatch can run."""
+    """One of a rank's four passes: its next microbatch, and the slot from which each microbatch can run."""
 
     place: int  #: of the next microbatch in the repeated blocks
     stage: int
@@ -106,88 +101,62 @@ class _Pass:
     microbatch: int = 0
 
 
-@dataclass(slots=True)
-class _Lane:
-    """A rank while its row grows, slot by slot."""
-
-    limit: int
-    passes: list[_Pass]
-    early: tuple[_Pass, ...]  #: those that may come before their turn
-    turn: _Pass
-    held: int = 0  #: activations, until W
-    live: int = 0  #: activations, until I
-    waiting: deque[Action] = field(default_factory=deque)
-    row: list[Action] = field(default_factory=list)
-
-    def run(self, slot: int) -> None:
-        """Run one pass, or a W, or nothing."""
-        chosen = self.turn
-        if chosen.can[chosen.microbatch] > slot:
-            chosen = self._early(slot)
-        elif chosen.op == "F" and self.held == self.limit:
-            chosen = None
-        if chosen is not None:
-            self._do(chosen, slot)
-        elif self.waiting:
-            self.row.append(self.waiting.popleft())
-            self.held -= 1
-
-    def _do(self, one: _Pass, slot: int) -> None:
-        microbatch = one.microbatch
-        self.row.append(Action(one.stage, one.op, microbatch))
-        one.done[microbatch] = slot + 1
-        one.microbatch = microbatch + 1
-        one.place += _PERIOD
-        if one.op == "F":
-            self.held += 1
-            self.live += 1
-        else:
-            self.waiting.append(Action(one.stage, "W", microbatch))
-            self.live -= 1
-        if one.microbatch == len(one.done):
-            self.passes.remove(one)
-            self.early = tuple(other for other in self.early if other is not one)
-        if one is self.turn and self.passes:
-            self.turn = min(self.passes, key=_by_place)
-
-    def _early(self, slot: int) -> _Pass | None:
-        """A pass that can run before its turn."""
-        for one in self.early:
-            if one.can[one.microbatch] <= slot and (one.op != "F" or self._has_room(one)):
-                return one
-        return None
-
-    def _has_room(self, forward: _Pass) -> bool:
-        """Whether this forward can come now and nothing between now and its turn will lack the memory for it."""
-        between = sorted(
-            (place, one.op)
-            for one in self.passes
-            if one is not forward
-            for place in range(one.place, forward.place, _PERIOD)
-        )
-        if self.held == self.limit:
-            return False
-        live = self.live + 1
-        for _, op in between:
-            live += 1 if op == "F" else -1
-            if live > self.limit:
-                return False
-        return True
-
-
-_by_place = attrgetter("place")
-
-
-def _lanes(block: Block, microbatches: int, stages: int) -> list[_Lane]:
+def _passes(block: Block, microbatches: int, stages: int) -> list[list[_Pass]]:
+    """F, f, i and I of every rank; ``done`` of one is ``can`` of another."""
     forward, backward = ([[inf] * microbatches for _ in range(stages)] for _ in "FI")
     at_once: list[float] = [0] * microbatches
-    lanes = []
+    ranks = []
     for rank, places in enumerate(block.places):
         one, two = rank, stages - 1 - rank
         first = _Pass(places[0], one, "F", forward[one - 1] if rank else at_once, forward[one])
         second = _Pass(places[1], two, "F", forward[two - 1], forward[two])
         second_back = _Pass(places[2], two, "I", backward[two + 1] if rank else forward[two], backward[two])
         first_back = _Pass(places[3], one, "I", backward[one + 1], backward[one])
-        early = (first_back, second_back, first) if block.slack else (first_back, second_back)
-        lanes.append(_Lane(block.limit, [first, second, second_back, first_back], early, turn=first))
-    return lanes
+        ranks.append([first, second, second_back, first_back])
+    return ranks
+
+
+def _row(passes: list[_Pass], block: Block) -> Iterator[Action | None]:
+    """What a rank runs in each slot: the pass whose turn it is, an early one, the oldest W, or nothing."""
+    first, _, second_back, first_back = passes
+    early = (first_back, second_back, first) if block.slack else (first_back, second_back)
+    left, waiting = list(passes), deque[Action]()
+    held = live = 0  # activations, until W and until I
+    turn = first
+    for slot in count():
+        chosen: _Pass | None = turn
+        if turn.can[turn.microbatch] > slot:
+            ready = (one for one in early if one in left and one.can[one.microbatch] <= slot)
+            chosen = next((one for one in ready if one.op != "F" or _fits(one, left, held, live, block.limit)), None)
+        elif turn.op == "F" and held == block.limit:
+            chosen = None
+        if chosen is None:
+            held -= bool(waiting)
+            yield waiting.popleft() if waiting else None
+            continue
+        microbatch = chosen.microbatch
+        chosen.done[microbatch] = slot + 1
+        chosen.microbatch = microbatch + 1
+        chosen.place += _PERIOD
+        if chosen.op == "F":
+            held, live = held + 1, live + 1
+        else:
+            live -= 1
+            waiting.append(Action(chosen.stage, "W", microbatch))
+        if chosen.microbatch == len(chosen.done):
+            left.remove(chosen)
+        yield Action(chosen.stage, chosen.op, microbatch)
+        if not left:
+            break
+        if chosen is turn:
+            turn = min(left, key=attrgetter("place"))
+    yield from waiting
+
+
+def _fits(forward: _Pass, passes: list[_Pass], held: int, live: int, limit: int) -> bool:
+    """Whether this forward can come now and leave enough memory for every pass between now and its turn."""
+    between = sorted(
+        (place, one.op) for one in passes if one is not forward for place in range(one.place, forward.place, _PERIOD)
+    )
+    steps = (1 if op == "F" else -1 for _, op in between)
+    return held < limit and max(accumulate(steps, initial=live + 1)) <= limit

@@ -26,7 +26,7 @@ def make_zbv(ranks: int, microbatches: int, stages: int) -> Schedule:
     """
     drawn = max(2 * ranks - 1, microbatches)
     rows = tuple(
-        deal(_word(ranks, rank, drawn), tapes(rank, drawn) | tapes(stages - 1 - rank, drawn, small=True))
+        deal(_pattern(ranks, rank, drawn), tapes(rank, drawn) | tapes(stages - 1 - rank, drawn, small=True))
         for rank in range(ranks)
     )
     if drawn > microbatches:
@@ -34,7 +34,7 @@ def make_zbv(ranks: int, microbatches: int, stages: int) -> Schedule:
     return Schedule(rows, Placement.v(ranks), microbatches, "ZBVZeroBubble")
 
 
-def _word(p: int, r: int, m: int) -> str:
+def _pattern(p: int, r: int, m: int) -> str:
     warm_up = "F" * (2 * (p - r) - 1) + "fF" * r + "fiw" * (p - r)
     steady = "FIWfiw" * (m - 2 * p + 1 + r) + "IWfiw" * (p - 1 - r)
     return warm_up + steady + "Ii" * r + "IW" * (p - r) + "w" * r + "W" * r

@@ -29,8 +29,8 @@ def make_zb_h1(ranks: int, microbatches: int, stages: int) -> Schedule:
     [0F0, 0F1, 0I0, 0W0, 0F2, 0I1, 0W1, 0I2, 0W2]
     [1F0, 1I0, 1F1, 1I1, 1W0, 1F2, 1I2, 1W1, 1W2]
     """
-    words = [_word(microbatches, ranks - rank, lag=rank) for rank in range(ranks)]
-    return one_a_rank("ZBH1", words, microbatches, stages)
+    patterns = [_pattern(microbatches, ranks - rank, lag=rank) for rank in range(ranks)]
+    return one_a_rank("ZBH1", patterns, microbatches, stages)
 
 
 def make_zb_h2(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -40,11 +40,11 @@ def make_zb_h2(ranks: int, microbatches: int, stages: int) -> Schedule:
     [0F0, 0F1, 0F2, 0I0, 0W0, 0I1, 0W1, 0I2, 0W2]
     [1F0, 1I0, 1F1, 1I1, 1F2, 1I2, 1W0, 1W1, 1W2]
     """
-    words = [_word(microbatches, 2 * (ranks - rank) - 1, lag=2 * rank) for rank in range(ranks)]
-    return one_a_rank("ZBH2", words, microbatches, stages)
+    patterns = [_pattern(microbatches, 2 * (ranks - rank) - 1, lag=2 * rank) for rank in range(ranks)]
+    return one_a_rank("ZBH2", patterns, microbatches, stages)
 
 
-def _word(microbatches: int, warm_up: int, lag: int) -> str:
+def _pattern(microbatches: int, warm_up: int, lag: int) -> str:
     first = min(microbatches, warm_up)
     steps = ["I" + "W" * (b >= lag) + "F" * (b < microbatches - first) for b in range(microbatches)]
     return "F" * first + "".join(steps) + "W" * min(lag, microbatches)
@@ -58,9 +58,9 @@ def make_interleaved_zero_bubble(ranks: int, microbatches: int, stages: int) -> 
     [1F0, 1F1, 3F0, 3I0, 3F1, 3I1, 3W0, 1I0, 3W1, 1I1, 1W0, 1W1]
     """
 
-    def word(rank: int, total: int, ahead: int) -> str:
+    def pattern(rank: int, total: int, ahead: int) -> str:
         first = min(total, ranks - rank - 1 + ahead)
         steps = ["F" * (b < total - first) + "I" + "W" * (b >= rank) for b in range(total)]
         return "F" * first + "".join(steps) + "W" * min(rank, total)
 
-    return by_groups("InterleavedZeroBubble", word, ranks, microbatches, stages)
+    return by_groups("InterleavedZeroBubble", pattern, ranks, microbatches, stages)

@@ -154,7 +154,7 @@ def _invalid_cells(rows: Sequence[Row], placement: Placement, microbatches: int)
                     yield _fault(rows, rank, position, f"there is no microbatch {mb}; {has}", "range")
                 elif placement.rank_of(stage, mb) != rank:
                     home = placement.rank_of(stage, mb)
-                    what = f"stage {stage} lives on rank {home} for microbatch {mb}; move {part} there"
+                    what = f"stage {stage} is on rank {home} for microbatch {mb}; move {part} there"
                     yield _fault(rows, rank, position, what, "placement")
                 for other, where, at in first.setdefault((stage, mb), []):
                     if _BIT[other.op] & _CLASH[op]:

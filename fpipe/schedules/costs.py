@@ -62,8 +62,8 @@ class Costs:
             raise _refuse(f"unit={self.unit!r} must be a word, such as 'ms'")
 
     def __repr__(self) -> str:
-        said = [f.name for f in fields(self) if f.name in "FIW" or getattr(self, f.name) != f.default]
-        return f"Costs({', '.join(f'{name}={getattr(self, name)!r}' for name in said)})"
+        shown = [f.name for f in fields(self) if f.name in "FIW" or getattr(self, f.name) != f.default]
+        return f"Costs({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     # ---- text ---------------------------------------------------------------------------------------------------
     @classmethod
@@ -73,18 +73,18 @@ class Costs:
         >>> Costs.parse("F=1, B=2:3, comm=0.1")
         Costs(F=1.0, I=1.0, W=1.0, B=(2.0, 3.0), comm=0.1)
         """
-        given: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for item in filter(None, map(str.strip, text.split(","))):
             name, sign, value = (word.strip() for word in item.partition("="))
-            if not sign or name not in _NUMBERS or name in given:
-                why = f"{name} is there twice" if name in given else f"the names are {', '.join(_NUMBERS)}"
+            if not sign or name not in _NUMBERS or name in values:
+                why = f"{name} occurs twice" if name in values else f"the names are {', '.join(_NUMBERS)}"
                 raise _refuse(f"{item[:60]!r} is not name=number: {why}")
             try:
                 numbers = [float(number) for number in value.split(":")]
             except ValueError:
                 raise _refuse(f"{name}={value[:60]} is not a number, nor numbers with ':' between") from None
-            given[name] = numbers if ":" in value else numbers[0]
-        return cls(**given)
+            values[name] = numbers if ":" in value else numbers[0]
+        return cls(**values)
 
     def to_json(self) -> str:
         """These costs as JSON, defaults left out.
@@ -93,7 +93,7 @@ class Costs:
         '{"F": 2.0, "I": [1.0, 3.0]}'
         """
         if callable(self.overlap):
-            raise _refuse("costs whose overlap is a function cannot be written down; give it as numbers")
+            raise _refuse("costs whose overlap is a function cannot be written as JSON; give overlap as numbers")
         return json.dumps({f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default})
 
     @classmethod
@@ -104,17 +104,17 @@ class Costs:
         Costs(F=2.0, I=(1.0, 3.0), W=1.0)
         """
         try:
-            given = json.loads(text)
+            values = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise _refuse(f"these costs are not JSON: {error}") from None
         names = (*_NUMBERS, "unit")
-        if not isinstance(given, dict) or not set(given) <= set(names):
+        if not isinstance(values, dict) or not set(values) <= set(names):
             raise _refuse(f"costs in JSON are an object with some of the names {', '.join(names)}")
-        return cls(**given)
+        return cls(**values)
 
     # ---- by stage -----------------------------------------------------------------------------------------------
     def times(self, stages: int) -> dict[str, tuple[float, ...]]:
-        """op -> the time that it takes on each stage; ``"overlap"`` is there only where it was given.
+        """op -> the time that it takes on each stage; ``"overlap"`` only if it has a number.
 
         >>> Costs(I=2).times(2)["B"]
         (3.0, 3.0)

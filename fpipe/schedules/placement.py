@@ -1,4 +1,4 @@
-"""``Placement``: which rank runs each stage, for each microbatch. It knows actions, and not in which order they run."""
+"""``Placement``: which rank runs each stage, for each microbatch. It knows actions, not the order in which they run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Placement:
     """Which rank runs each stage, for each microbatch.
 
     ``paths[k][s]`` is the rank that runs stage ``s`` for the microbatches of route ``k``; ``route[m]`` is the path
-    of microbatch ``m``. One path and an empty route say that no stage has a second home. A stage that stands on
-    different ranks in different paths has replicas (DualPipe, Chimera). Paths that no microbatch takes are left out,
-    and the others stand in the order in which they are taken, so that equal placements compare equal.
+    of microbatch ``m``. With one path the route is empty, and each stage is on one rank. A stage that is on different
+    ranks in different paths has replicas (DualPipe, Chimera). Paths that no microbatch takes are removed, and the
+    others are sorted by the first microbatch that takes them, so that equal placements compare equal.
 
     >>> Placement.v(2)
     Placement(0: [0, 3], 1: [1, 2])
@@ -40,7 +40,7 @@ class Placement:
         if bad:
             raise ScheduleError(
                 f"a placement names rank {bad[0]}, but there are ranks 0 to {self.ranks - 1}; "
-                "say ranks= or mend the stage's rank",
+                "give ranks=, or correct the rank of the stage",
                 rule="placement",
             )
         if len(self.paths) > 1 and not self.route:
@@ -79,20 +79,20 @@ class Placement:
         >>> Placement.of([[0, 3], [1, 2]]) == Placement.v(2)
         True
         """
-        home: dict[int, int] = {}
+        rank_of: dict[int, int] = {}
         for rank, held in enumerate(stages_by_rank):
             for stage in held:
-                if stage in home:
+                if stage in rank_of:
                     raise ScheduleError(
-                        f"stage {stage} is on rank {home[stage]} and on rank {rank}; give it one home, "
+                        f"stage {stage} is on rank {rank_of[stage]} and on rank {rank}; place it on one rank, "
                         "or build Placement(paths, ranks, route) for replicas",
                         rule="placement",
                     )
-                home[stage] = rank
-        missing = sorted(set(range(max(home, default=-1) + 1)) - set(home))
+                rank_of[stage] = rank
+        missing = sorted(set(range(max(rank_of, default=-1) + 1)) - set(rank_of))
         if missing:
             raise ScheduleError(f"no rank holds stage {missing[0]}; give every stage a rank", rule="placement")
-        return cls((tuple(home[s] for s in sorted(home)),), len(stages_by_rank))
+        return cls((tuple(rank_of[s] for s in sorted(rank_of)),), len(stages_by_rank))
 
     @classmethod
     def bidirectional(cls, ranks: int, microbatches: int, up: Iterable[int]) -> Placement:
@@ -107,31 +107,31 @@ class Placement:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Row]) -> Placement:
-        """Read off from where actions stand.
+        """The placement that the rows imply.
 
-        A stage lives where its actions stand. Where these are several ranks, each microbatch has its own home: the
-        rank of its actions or, where they disagree, of most of them (``check`` will name the stray one).
+        A stage is on the rank of its actions. If these are on several ranks, each microbatch has its own rank: that of
+        its actions or, if they differ, of most of them (``check`` then reports the others).
 
         >>> from fpipe.schedules.actions import Action
         >>> Placement.from_rows([(Action(0, "F", 0), Action(1, "F", 1)), (Action(1, "F", 0), Action(0, "F", 1))]).paths
         ((0, 1), (1, 0))
         """
         held = Counter((part.stage, rank) for rank, row in enumerate(rows) for part in plain(row))
-        homes: dict[int, list[int]] = {}
+        candidates: dict[int, list[int]] = {}
         for (stage, rank), _ in held.most_common():
-            homes.setdefault(stage, []).append(rank)
-        stages = max(homes, default=-1) + 1
-        missing = next((stage for stage in range(stages) if stage not in homes), None)
+            candidates.setdefault(stage, []).append(rank)
+        stages = max(candidates, default=-1) + 1
+        missing = next((stage for stage in range(stages) if stage not in candidates), None)
         if missing is not None:
             raise ScheduleError(
-                f"no rank holds stage {missing}, but stage {stages - 1} is there; number stages from 0 without gaps",
+                f"no rank holds stage {missing}, but stage {stages - 1} occurs; number stages from 0 without gaps",
                 rule="placement",
             )
         ranks = max(len(rows), 1)
-        if all(len(home) == 1 for home in homes.values()):
-            return cls((tuple(homes[stage][0] for stage in range(stages)),), ranks)
+        if all(len(ranks_held) == 1 for ranks_held in candidates.values()):
+            return cls((tuple(candidates[stage][0] for stage in range(stages)),), ranks)
         paths: dict[tuple[int, ...], int] = {}
-        route = [paths.setdefault(path, len(paths)) for path in _routes(rows, homes, stages)]
+        route = [paths.setdefault(path, len(paths)) for path in _routes(rows, candidates, stages)]
         return cls(tuple(paths), ranks, tuple(route))
 
     # ---- questions ----------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class Placement:
 
     @property
     def replicated(self) -> bool:
-        """Whether any stage has more than one home."""
+        """Whether any stage is on more than one rank."""
         return len(self.paths) > 1
 
     def rank_of(self, stage: int, microbatch: int = 0) -> int:
@@ -158,7 +158,7 @@ class Placement:
         return self.route[microbatch % len(self.route)] if self.route else 0
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
-        """All homes of ``stage``, in path order, each once."""
+        """All ranks of ``stage``, in path order, each once."""
         return tuple(dict.fromkeys(path[stage] for path in self.paths))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -178,8 +178,8 @@ class Placement:
         return f"Placement({inside})"
 
 
-def _routes(rows: Sequence[Row], homes: dict[int, list[int]], stages: int) -> Iterator[tuple[int, ...]]:
-    """The rank of every stage, microbatch by microbatch. ``homes`` are a stage's ranks, the one with most first."""
+def _routes(rows: Sequence[Row], candidates: dict[int, list[int]], stages: int) -> Iterator[tuple[int, ...]]:
+    """The rank of every stage, by microbatch. ``candidates`` are a stage's ranks, that with most actions first."""
     votes: dict[tuple[int, int], Counter[int]] = {}
     for rank, row in enumerate(rows):
         for part in plain(row):
@@ -194,7 +194,7 @@ def _routes(rows: Sequence[Row], homes: dict[int, list[int]], stages: int) -> It
     for microbatch in range(count):
         path = []
         for stage in range(stages):
-            cast = votes.get((stage, microbatch), Counter(homes[stage][:1]))
+            cast = votes.get((stage, microbatch), Counter(candidates[stage][:1]))
             most = max(cast.values())
-            path.append(next(rank for rank in homes[stage] if cast[rank] == most))
+            path.append(next(rank for rank in candidates[stage] if cast[rank] == most))
         yield tuple(path)

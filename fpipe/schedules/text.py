@@ -1,8 +1,7 @@
 """Schedules as text: one line of cells per rank, as brackets for people or as CSV, both ways and exact.
 
-The readers are strict: a cell is an action to its last character or a ``ScheduleError`` that says line, column and
-what was expected; no other exception leaves this module, whatever the text. Whether the actions make sense together
-is not its business (see ``check``).
+The readers are strict: every character of a cell belongs to an action, or a ``ScheduleError`` names line, column and
+the expected text; no text raises another exception. ``check`` validates the actions together.
 
     [0F0, 0F1, (0F2;3B0)OVERLAP_F_B]      brackets: what str(schedule) writes, blank lines ignored
     0F0,0F1,(0F2;3B0)OVERLAP_F_B          CSV: what torch.distributed.pipelining reads and writes; its empty cells,
@@ -19,7 +18,7 @@ from .actions import Action, AnyAction, Fused, Row
 
 _NUMBER = "(0|[1-9][0-9]{0,5})"
 _ACTION = re.compile(f"{_NUMBER}([FBIW]){_NUMBER}")
-#: what lowering writes there, and ours writes anew
+#: what the lowering of torch.distributed.pipelining adds; ours adds its own
 _DROPPED = re.compile(f"{_NUMBER}(?:(?:SEND|RECV)_[FB]{_NUMBER}|(?:UNSHARD|RESHARD|REDUCE_GRAD)(?:{_NUMBER})?)")
 _FUSED_END = ")OVERLAP_F_B"
 _BLANK = " \t"
@@ -76,7 +75,7 @@ def parse_rows(text: str) -> tuple[Row, ...]:
 
 
 def parse_csv(text: str) -> tuple[Row, ...]:
-    """The rows of a CSV, each line one rank; what is not compute is dropped.
+    """The rows of a CSV, each line one rank; cells that are not compute are dropped.
 
     >>> parse_csv("0UNSHARD,0F0,0SEND_F0,,0RECV_B0,0B0")
     ((0F0, 0B0),)
@@ -97,7 +96,7 @@ def _lines(text: str) -> list[str]:
 
 
 class _Place:
-    """A line that is being read, and the errors about it."""
+    """A line of the text, and errors about it."""
 
     __slots__ = ("line", "number", "rank")
 
@@ -105,7 +104,7 @@ class _Place:
         self.line, self.number, self.rank = line, number, rank
 
     def error(self, start: int, end: int, expected: str, found: str = "", position: int | None = None) -> ScheduleError:
-        """Expected this, but found that; columns ``start`` to ``end`` are marked under the line."""
+        """Expected text against actual text; columns ``start`` to ``end`` are marked under the line."""
         what = found if found.startswith("the ") else _clip(found or self.line[start:end])
         where = f"line {self.number}, column {start + 1}"
         left = max(0, start - 30)
@@ -121,20 +120,23 @@ def _clip(found: str) -> str:
 
 
 def _cells(text: str, place: _Place, column: int, *, csv: bool) -> Iterator[AnyAction]:
-    """The actions in ``text``, whose first character stands at ``column`` of the line."""
+    """The actions in ``text``, whose first character is at ``column`` of the line."""
     if csv and not text.strip(_BLANK + ","):
         return
     plain = _ACTION.fullmatch
     for position, cell in enumerate(text.split(",")):
         word = cell.strip(_BLANK)
         if match := plain(word):
-            stage, op, microbatch = match.groups()
-            yield Action(int(stage), op, int(microbatch))  # type: ignore[arg-type]
+            yield _action(match)
         elif word[:1] == "(":
             yield _fused(word, place, column + cell.index("("), position)
         elif not csv or (word and not _DROPPED.fullmatch(word)):
             raise _bad(word, place, column + len(cell) - len(cell.lstrip(_BLANK)), position)
         column += len(cell) + 1
+
+
+def _action(match: re.Match[str]) -> Action:
+    return Action._make((int(match[1]), match[2], int(match[3])))
 
 
 def _fused(word: str, place: _Place, column: int, position: int) -> Fused:
@@ -149,8 +151,7 @@ def _fused(word: str, place: _Place, column: int, position: int) -> Fused:
         match = _ACTION.fullmatch(part)
         if not match:
             raise _bad(part, place, at + len(cell) - len(cell.lstrip(_BLANK)), position)
-        stage, op, microbatch = match.groups()
-        parts.append(Action(int(stage), op, int(microbatch)))  # type: ignore[arg-type]
+        parts.append(_action(match))
         at += len(cell) + 1
     if len(parts) < 2:
         raise place.error(
@@ -167,7 +168,7 @@ def _bad(word: str, place: _Place, column: int, position: int) -> ScheduleError:
         if not rest[0].isdigit():
             return place.error(end - len(rest), end, f"',' or the end after {match[0]}", position=position)
     if _DROPPED.fullmatch(word):
-        return place.error(column, end, "only compute here (lowering puts communication in)", word, position)
+        return place.error(column, end, "only compute here (lowering adds communication)", word, position)
     if re.search("[0-9]{7}", word[:60]):
         return place.error(column, end, "a number of at most 6 digits", word, position)
     if re.match("0[0-9]|[0-9]+[FBIW]0[0-9]", word):

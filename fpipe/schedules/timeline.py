@@ -1,8 +1,7 @@
 """``Timeline``: when each action ran and what each rank held, as a plain frozen value.
 
-It does not know where its times come from: ``simulate`` computes them, a profiler measures them. Times and causes lie
-in flat arrays, so that millions of actions fit; whatever follows from them is found when it is asked for. Pictures are
-drawn by ``pictures``, from this value.
+Its times come from ``simulate`` or from a profiler. Times and causes are flat arrays, so that millions of actions fit
+in memory; other figures are computed on first access. ``pictures`` draws this value.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .dependencies import RULE, Facts
 from .placement import Placement
 from .spans import Carried, Span, Wait
 
-#: op -> activations that it adds to what its rank holds
+#: op -> the change of the number of activations that its rank holds
 _ACTIVATIONS = {"F": 1, "I": 0, "W": -1, "B": -1}
 
 
@@ -54,8 +53,8 @@ class Timeline:
     memory: Mapping[str, Sequence[float]] = field(default_factory=dict)
     boundary: Sequence[float] = ()
     name: str = ""
-    unit: str = ""  # of time; "" where it is the cost model's own
-    carried: tuple[tuple[Carried, ...], ...] = ()  # by rank: what its link carries, where that was predicted
+    unit: str = ""  # of time; "" for that of the cost model
+    carried: tuple[tuple[Carried, ...], ...] = ()  # by rank: what its link carries, if that was predicted
 
     @classmethod
     def measured(
@@ -126,12 +125,12 @@ class Timeline:
 
     @cached_property
     def windows(self) -> tuple[float, ...]:
-        """Per rank, from its own first start to its own last end."""
+        """Per rank, from its first start to its last end."""
         return tuple(e[-1] - s[0] if s else 0.0 for s, e in zip(self.starts, self.ends, strict=True))
 
     @property
     def span(self) -> float:
-        """The longest window of a rank, which is what counts where no barrier stands before the optimizer."""
+        """The longest window of a rank: the time of a step without a barrier before the optimizer."""
         return max(self.windows)
 
     @cached_property
@@ -141,7 +140,7 @@ class Timeline:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Per rank, the time within its own window in which it waited."""
+        """Per rank, the time within its window in which it waited."""
         return tuple(window - busy for window, busy in zip(self.windows, self.busy, strict=True))
 
     @property
@@ -161,8 +160,7 @@ class Timeline:
         return tuple(max((held for _, held in self.curve(rank)), default=0.0) for rank in range(self.ranks))
 
     def curve(self, rank: int) -> tuple[tuple[float, float], ...]:
-        """(time, what the rank holds from then on): what an action adds is there from its start, what it frees is gone
-        at its end."""
+        """(time, amount that the rank holds from then on): an action adds at its start and frees at its end."""
         held = 0.0
         points: list[tuple[float, float]] = []
         for action, start, end in zip(self.rows[rank], self.starts[rank], self.ends[rank], strict=True):
@@ -188,8 +186,8 @@ class Timeline:
         return fsum(self.boundary[boundary] for boundary in self._crossings()) if self.boundary else 0.0
 
     def _crossings(self) -> Iterator[int]:
-        """For each message the boundary that it passes: s between stage s and stage s + 1."""
-        steps = {op: {by for _, by in asked if by} for op, (_, asked) in RULE.items()}
+        """For each message the boundary that it crosses: s between stage s and stage s + 1."""
+        steps = {op: {by for _, by in needed if by} for op, (_, needed) in RULE.items()}
         stages = self.placement.stages
         for row in self.rows:
             for action in row:
@@ -201,16 +199,16 @@ class Timeline:
 
     # ---- causes -------------------------------------------------------------------------------------------------
     @cached_property
-    def _makers(self) -> dict[int, tuple[int, int]]:
-        wanted = {fact for causes in self.causes for fact in causes}
-        facts = Facts(self.placement.stages, self.microbatches)
-        return {fact: (rank, position) for fact, rank, position in _made(self.rows, facts) if fact in wanted}
+    def _sources(self) -> dict[int, tuple[int, int]]:
+        causes = set().union(*self.causes)
+        facts = Facts(self.placement.stages, self.microbatches).provided(self.rows)
+        return {fact: (rank, position) for fact, rank, position in facts if fact in causes}
 
     def waited_for(self, rank: int, position: int) -> Wait | None:
-        """What kept a free rank waiting before this action; None where nothing did."""
-        maker = self._makers.get(self.causes[rank][position])
+        """What a free rank waited for before this action; None if it did not wait."""
+        source = self._sources.get(self.causes[rank][position])
         free = self.ends[rank][position - 1] if position else self.start
-        return Wait(*maker, self.starts[rank][position] - free) if maker else None
+        return Wait(*source, self.starts[rank][position] - free) if source else None
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
@@ -254,36 +252,26 @@ def _held(row: Row) -> Iterator[int]:
             held += sum(deltas)
 
 
-def _made(rows: Sequence[Row], facts: Facts) -> Iterator[tuple[int, int, int]]:
-    """(fact, rank, position) of all facts that are made."""
-    table, microbatches = facts.table, facts.microbatches
-    for rank, row in enumerate(rows):
-        for position, action in enumerate(row):
-            for stage, op, microbatch in action.parts:
-                for made in table[op][1]:
-                    yield stage * microbatches + microbatch + made, rank, position
-
-
 def _causes(
     rows: Sequence[Row], starts: Sequence[array[float]], ends: Sequence[array[float]], facts: Facts
 ) -> tuple[array[int], ...]:
-    """What measured actions seem to have waited for: of the facts they need, the one that came last, if it came after
-    the rank was free."""
-    there = {fact: ends[rank][position] for fact, rank, position in _made(rows, facts)}
+    """What measured actions seem to have waited for: of the facts that they need the last to arrive, if the rank was
+    free before."""
+    arrivals = {fact: ends[rank][position] for fact, rank, position in facts.provided(rows)}
     table, microbatches = facts.table, facts.microbatches
-    found = []
+    result = []
     for rank, row in enumerate(rows):
         causes = array("q", [-1]) * len(row)
         free = -inf
         for position, action in enumerate(row):
-            wanted = [
-                part.stage * microbatches + part.microbatch + need
+            needed = [
+                part.stage * microbatches + part.microbatch + offset
                 for part in action.parts
-                for need in table[part.op][0]
+                for offset in table[part.op][0]
             ]
-            last = max(wanted, key=lambda fact: there.get(fact, -inf), default=-1)
-            if free < there.get(last, -inf) <= starts[rank][position]:
+            last = max(needed, key=lambda fact: arrivals.get(fact, -inf), default=-1)
+            if free < arrivals.get(last, -inf) <= starts[rank][position]:
                 causes[position] = last
             free = ends[rank][position]
-        found.append(causes)
-    return tuple(found)
+        result.append(causes)
+    return tuple(result)

@@ -127,7 +127,7 @@ def test_the_drawings_are_what_the_code_draws(module, drawn: int) -> None:
     picture = [
         "".join(line.split()[2:]) for line in inspect.getdoc(module).splitlines() if line.strip().startswith("rank ")
     ]
-    assert picture == [module._word(3, rank, drawn) for rank in range(3)]
+    assert picture == [module._pattern(3, rank, drawn) for rank in range(3)]
 
 
 # ---- what check proves ------------------------------------------------------------------------------------------

@@ -97,14 +97,14 @@ def test_a_stray_action_does_not_make_a_replica() -> None:
     rows[0].append(rows[1].pop())  # 1B1
     schedule = Schedule(rows)  # type: ignore[arg-type]
     assert schedule.placement == Placement.loop(2)
-    with pytest.raises(ScheduleError, match="stage 1 lives on rank 1 for microbatch 1; move 1B1 there"):
+    with pytest.raises(ScheduleError, match="stage 1 is on rank 1 for microbatch 1; move 1B1 there"):
         schedule.check()
 
 
 def test_a_stray_action_among_replicas_goes_by_its_own_microbatch() -> None:
     schedule = Schedule.parse("[0F0, 0I0, 0W0, 0W1]\n[0F1, 0I1]")
     assert schedule.placement == Placement(((0,), (1,)), 2, (0, 1))
-    with pytest.raises(ScheduleError, match="stage 0 lives on rank 1 for microbatch 1; move 0W1 there"):
+    with pytest.raises(ScheduleError, match="stage 0 is on rank 1 for microbatch 1; move 0W1 there"):
         schedule.check()
 
 
@@ -123,7 +123,7 @@ def test_a_stray_action_among_replicas_goes_by_its_own_microbatch() -> None:
         (lambda: Placement.of([]), "at least one stage"),
         (lambda: Placement.loop(0), "at least one stage"),
         (lambda: Placement.loop(-2), "at least one stage"),
-        (lambda: Schedule.parse("[0F0]\n[2F0]"), "no rank holds stage 1, but stage 2 is there"),
+        (lambda: Schedule.parse("[0F0]\n[2F0]"), "no rank holds stage 1, but stage 2 occurs"),
         (lambda: Schedule.parse("[0F0]\n[0F900000, 1F0]\n[1F1]"), "without gaps"),
     ],
 )

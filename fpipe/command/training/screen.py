@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from ...schedules.pictures.colours import WORDS, fill
+from ...schedules.pictures.colours import NAMES, fill
 from ...schedules.timeline import Timeline
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -135,7 +135,7 @@ def lanes(timeline: Timeline, width: int) -> Text:
         picture.append("\n")
     for op in sorted(seen, key="FBIW".index):
         picture.append(op, style=f"on {fill(op, 0, 1)}")
-        picture.append(f" {WORDS[op]}   ")
+        picture.append(f" {NAMES[op]}   ")
     picture.rstrip()
     return picture
 

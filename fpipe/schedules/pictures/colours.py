@@ -18,8 +18,8 @@ RAMPS: dict[str, tuple[str, str]] = {
     "W": ("#0b4b49", "#4c827e"),
 }
 
-#: op -> what the legend says
-WORDS: dict[str, str] = {
+#: op -> its name in the legend
+NAMES: dict[str, str] = {
     "F": "forward",
     "B": "backward",
     "I": "input gradient",

@@ -1,6 +1,6 @@
-"""A timeline as one HTML file that needs nothing else: the viewer's own files, and the timelines as data within.
+"""A timeline as one self-contained HTML file: the viewer's page, style and scripts, and the timelines as data.
 
-The viewer's page, style and scripts lie beside this file, in ``viewer/``; this module only puts them together.
+The viewer's files are in ``viewer/``; this module joins them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _read(name: str) -> str:
 
 
 def data(scenes: Sequence[Scene]) -> dict[str, Any]:
-    """What the page is told: plain lists and numbers."""
+    """The data of the page: plain lists and numbers."""
     names = _names(scenes)
     return {
         "scenes": [_scene(scene, label) for scene, label in zip(scenes, names, strict=True)],
@@ -87,7 +87,7 @@ def _colour(op: str, shade: int, shades: int) -> dict[str, Any]:
 
 
 def _em(names: Iterable[str]) -> float:
-    """The width of the widest name in units of the letters' size, about what a browser's typeface makes of it."""
+    """The width of the widest name in units of the size of its letters, about as in the typeface of a browser."""
     return round(1.1 * max(text_width(name, 1.0) for name in names), 3)
 
 

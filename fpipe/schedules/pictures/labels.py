@@ -1,8 +1,8 @@
-"""Numbers and short phrases as all pictures write them, so that a figure reads the same wherever it stands."""
+"""Numbers and short phrases: all pictures write them alike."""
 
 from __future__ import annotations
 
-from .colours import WORDS
+from .colours import NAMES
 from .scene import Lane, Scene
 
 
@@ -70,7 +70,7 @@ def figures_of(lane: Lane, scene: Scene) -> str:
 
 def legend(scene: Scene) -> list[tuple[str, str]]:
     """(op, what it means) for the ops that occur."""
-    return [(op, WORDS[op]) for op in scene.ops]
+    return [(op, NAMES[op]) for op in scene.ops]
 
 
 def step_of(least: float) -> float:

@@ -32,8 +32,8 @@ FORMATS: dict[str, tuple[str, str]] = {
 def draw(timeline: Drawable | Sequence[Drawable], *, width: int | None = None, color: bool | None = None) -> str:
     """A timeline, or several one over the other, as text for a terminal.
 
-    ``width`` is the terminal's where it is left out; ``color`` is on where standard output is a terminal that wants
-    it (``NO_COLOR`` turns it off, ``FORCE_COLOR`` on). Without colour the text is plain ASCII.
+    ``width`` defaults to that of the terminal, and ``color`` to whether standard output is a terminal with colours
+    (``NO_COLOR`` turns it off, ``FORCE_COLOR`` on). Without colour the text is plain ASCII.
 
     >>> from fpipe.schedule import Schedule
     >>> t = Schedule.parse("[0F0, 0F1, 0B0, 0B1]\\n[1F0, 1B0, 1F1, 1B1]").simulate()
@@ -56,7 +56,7 @@ def draw(timeline: Drawable | Sequence[Drawable], *, width: int | None = None, c
 def save(timeline: Drawable | Sequence[Drawable], path: str | PathLike[str], *, other: Drawable | None = None) -> None:
     """Write a picture of ``timeline``, or of several, to ``path``; its suffix selects the format (see ``FORMATS``).
 
-    ``other``, say the measured timeline beside the simulated one, is drawn below on the same axis.
+    ``other``, such as the measured timeline beside the simulated one, is drawn below on the same axis.
 
     >>> save([], "picture.gif")
     Traceback (most recent call last):
@@ -78,7 +78,7 @@ def load(paths: str | PathLike[str] | Iterable[str | PathLike[str]]) -> tuple[Dr
 
 
 def _colour_bits() -> int:
-    """How many bits of colour standard output wants: 0, 8 or 24."""
+    """The bits of colour that standard output shows: 0, 8 or 24."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return 0
     try:

@@ -1,8 +1,8 @@
-"""Where everything of a still picture stands: rectangles and lines of text, for the pens of ``.svg`` and ``.png``.
+"""The layout of a still picture: rectangles and lines of text, for ``.svg`` and ``.png``.
 
-A page is a list of shapes in one unit, the pixel of a plain screen; it knows nothing of files. Where actions would be
-narrower than a pixel or so, columns take the mean of what ran in them, so that a large schedule becomes a smooth
-picture rather than a moiré.
+A page is a list of shapes; its unit is the pixel of a plain screen. It knows nothing of files. Where actions would be
+narrower than about a pixel, each column has the mean colour of the actions in it, so that a large schedule becomes a
+smooth picture without moiré.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .text_width import text_width
 
 EDGE, GAP = 24, 4  # around the page, between lanes
 LANE = {8: 26, 32: 20, 10**9: 14}  # lane height up to so many ranks
-CELL, NARROWEST, WIDEST = 26, 560, 2200  # a short bar's width where there is room; all bars together
-TIGHT, WIDER = 15, 4200  # the same where there is little
+CELL, NARROWEST, WIDEST = 26, 560, 2200  # the width of a short bar, if space allows; of all bars together
+TIGHT, WIDER = 15, 4200  # the same for long schedules
 
 
 class Rect(NamedTuple):
-    """A filled rectangle; ``hint`` is shown under the mouse where the format can."""
+    """A filled rectangle; ``hint`` is shown under the mouse if the format supports it."""
 
     x: float
     y: float
@@ -59,7 +59,7 @@ class Page(NamedTuple):
 
 
 class _Frame(NamedTuple):
-    """What all lanes of a page share."""
+    """The measures that all lanes of a page share."""
 
     left: float
     width: float
@@ -109,11 +109,11 @@ def _frame(scenes: Sequence[Scene]) -> _Frame:
     return _Frame(left, wide, scale, lane, detail, size, sum(scene.bars for scene in scenes) <= 4000)
 
 
-def _label_size(scenes: Sequence[Scene], room: float) -> tuple[int, float]:
+def _label_size(scenes: Sequence[Scene], space: float) -> tuple[int, float]:
     """The fullest names that fit into a short bar, and their size."""
     for detail in (3, 2, 1):
         longest = max(text_width(text, 1.0) for scene in scenes for text in scene.short_names(detail))
-        size = (room - 3) / max(longest, 0.5)
+        size = (space - 3) / max(longest, 0.5)
         if size >= (9.5 if detail > 1 else 7.5):
             return detail, min(size, 12.0)
     return 0, 0.0

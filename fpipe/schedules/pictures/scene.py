@@ -1,7 +1,7 @@
-"""What a picture shows: bars in lanes, their shades, and the figures beside them.
+"""The contents of a picture: bars in lanes, their shades, and the figures beside them.
 
-``Drawable`` is all that pictures ask of a timeline, simulated or measured; :func:`scene` turns one into a ``Scene``,
-plain data that every way of drawing reads. Nothing here knows how times were found, or what a schedule is.
+``Drawable`` is the interface of a timeline, simulated or measured; :func:`scenes` turns timelines into ``Scene``, plain
+data that every format reads. Nothing here depends on the source of the times, or on schedules.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class Bar(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """One rank: its bars in order, and its own figures."""
+    """One rank: its bars in order, and its figures."""
 
     bars: tuple[Bar, ...]
     bubble: float
     peak: float
     curve: tuple[tuple[float, float], ...]  # (time, held from then on)
-    carried: tuple[tuple[float, float, str], ...] = ()  # (start, end, what) of what its link carries, where it is known
+    carried: tuple[tuple[float, float, str], ...] = ()  # (start, end, what) of what its link carries, if it is known
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ class Scene:
     total: float
     span: float
     bubble: float
-    unit: str  # of time, "" where it is the cost model's own
+    unit: str  # of time, "" for that of the cost model
     memory_unit: str  # of what is held
     shades: int  # how many shades there are: a rank's chunks, or chunks times directions
-    one: float = 0.0  # how long one of the cost model's own units is drawn, where it was stretched; else 0
+    one: float = 0.0  # the drawn length of one unit of the cost model, if it was stretched; else 0
 
     @cached_property
     def bars(self) -> int:
@@ -101,7 +101,7 @@ class Scene:
 
     @cached_property
     def ops(self) -> tuple[str, ...]:
-        """The kinds of work that occur, in the order of the legend."""
+        """The ops that occur, in the order of the legend."""
         seen = {part.op for lane in self.lanes for bar in lane.bars for part in bar.action.parts}
         return tuple(op for op in "FBIW" if op in seen)
 
@@ -112,14 +112,14 @@ class Scene:
 
     @cached_property
     def microbatches(self) -> int:
-        """The number of microbatches, as the bars tell it."""
+        """The number of microbatches in the bars."""
         numbers = (part.microbatch for lane in self.lanes for bar in lane.bars for part in bar.action.parts)
         return max(numbers, default=-1) + 1
 
     @cached_property
     def cell(self) -> float:
-        """The length of a short bar: the shortest once the shortest twentieth is left out; 1 where nothing has a
-        length, so that a scale can always be made."""
+        """The length of a short bar: the shortest without the shortest twentieth; 1 if no bar has a length, so that a
+        scale always exists."""
         lengths = sorted(bar.end - bar.start for lane in self.lanes for bar in lane.bars if bar.end > bar.start)
         return lengths[len(lengths) // 20] if lengths else 1.0
 
@@ -151,32 +151,31 @@ def name(part: Action, detail: int) -> str:
 def scenes(timelines: Drawable | Sequence[Drawable], other: Drawable | None = None) -> tuple[Scene, ...]:
     """One timeline or several, to be drawn one over the other on one axis of time.
 
-    Seconds become milliseconds or microseconds where they are few. A timeline without a unit, say one simulated with
-    costs of 1, is stretched beside those that have one until both have worked as long, and says by how much.
+    Short times in seconds become milliseconds or microseconds. A timeline without a unit, such as one simulated with
+    costs of 1, is stretched beside those with a unit until both have worked as long; ``one`` is the factor.
     """
-    given = [*timelines] if isinstance(timelines, Sequence) else [timelines]
-    given += [] if other is None else [other]
-    if not given:
+    drawn = [*timelines] if isinstance(timelines, Sequence) else [timelines]
+    drawn += [] if other is None else [other]
+    if not drawn:
         raise FpipeError("there is no timeline to draw; give at least one")
-    units = {timeline.unit for timeline in given} - {""}
+    units = {timeline.unit for timeline in drawn} - {""}
     if len(units) > 1:
         raise FpipeError(f"timelines in {' and in '.join(sorted(units))} have no common axis; give them one unit")
-    lanes = [[timeline.of_rank(rank) for rank in range(timeline.ranks)] for timeline in given]
+    lanes = [[timeline.of_rank(rank) for rank in range(timeline.ranks)] for timeline in drawn]
+    measured = [spans for timeline, spans in zip(drawn, lanes, strict=True) if timeline.unit]
     unit, factor = units.pop() if units else "", 1.0
-    worked = next((_worked(spans) for t, spans in zip(given, lanes, strict=True) if t.unit), 0.0)
     if unit == "s":
-        longest = max(
-            max(_extent(spans)) - min(_extent(spans)) for t, spans in zip(given, lanes, strict=True) if t.unit
-        )
+        longest = max(last - first for first, last in map(_extent, measured))
         unit, factor = next((u, f) for u, f, least in _SECONDS if longest >= least)
-    found = []
-    for timeline, spans in zip(given, lanes, strict=True):
+    worked = _worked(measured[0]) if measured else 0.0
+    result = []
+    for timeline, spans in zip(drawn, lanes, strict=True):
         stretch = worked / _worked(spans) if unit and not timeline.unit and _worked(spans) else 1.0
-        found.append(_scene(timeline, spans, unit, factor * stretch, factor * stretch if stretch != 1.0 else 0.0))
-    return tuple(found)
+        result.append(_scene(timeline, spans, unit, factor * stretch, factor * stretch if stretch != 1.0 else 0.0))
+    return tuple(result)
 
 
-#: unit, how many of it are a second, and the least total in seconds that is told in it
+#: unit, how many of it are a second, and the least total in seconds that is shown in it
 _SECONDS = (("s", 1.0, 2.0), ("ms", 1e3, 2e-3), ("us", 1e6, 0.0))
 
 
@@ -192,7 +191,7 @@ def _extent(lanes: Sequence[Sequence[Span]]) -> tuple[float, float]:
 
 
 def _scene(timeline: Drawable, spans: Sequence[Sequence[Span]], unit: str, factor: float, one: float) -> Scene:
-    """The picture's own view of a timeline, its times multiplied by ``factor`` and counted from the first start."""
+    """The scene of a timeline, its times multiplied by ``factor`` and counted from the first start."""
     first, last = _extent(spans)
     shade_of, shades = _shading([tuple(span.action for span in lane) for lane in spans])
     curves = [_steps(timeline.curve(rank)) for rank in range(timeline.ranks)]
@@ -228,7 +227,7 @@ def _bars(timeline: Drawable, spans: Sequence[Span], zero: float, factor: float,
 
 
 def _steps(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Without the dips that last no time, where one action lets go at the moment that the next one takes."""
+    """Without dips of no length, where one action frees memory at the moment at which the next one takes it."""
     return [point for point, then in pairwise(curve) if point[0] < then[0] or point[1] > then[1]] + list(curve[-1:])
 
 
@@ -237,8 +236,8 @@ _ShadeOf: TypeAlias = Callable[[int, Action], int]
 
 
 def _shading(rows: Sequence[Row]) -> tuple[_ShadeOf, int]:
-    """A shade for each action: the chunk of its rank that its stage is, counted anew for each route of microbatches.
-    A measured timeline may lack actions; then a stage's place among those that its rank ran must do."""
+    """A shade for each action: the number of its stage among the chunks of its rank, counted for each path. A measured
+    timeline may lack actions; then the number is counted among the stages that the rank ran."""
     try:
         placement = Placement.from_rows(rows)
         paths = placement.paths

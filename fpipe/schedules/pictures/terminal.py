@@ -1,9 +1,9 @@
 """A timeline as text: lanes of labelled cells that fit the width, in colour or in plain ASCII.
 
-What fits decides how much is written. Full names (``3F2``) if the picture stays small, then op and microbatch
-(``F2``), then, in colour, the microbatch alone. What is longer than a line is cut into panels, one under the other,
-like lines of music; what would fill too many screens becomes an overview, in which a column shows the work that
-takes most of its time. Plain text needs no more than ASCII; the second chunk of a rank is in small letters there.
+The width decides the labels: full names (``3F2``) if the picture stays small, then op and microbatch (``F2``), then, in
+colour, the microbatch alone. A picture longer than a line is cut into panels, one under the other, like lines of
+music; one that would fill too many screens becomes an overview, in which a column shows the op that takes most of its
+time. Plain text is ASCII; there the second chunk of a rank has small letters.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def paint(scenes: Sequence[Scene], width: int = 160, colour: int = 0) -> str:
                     )
     lines.append("")
     for scene in scenes:
-        told = (f"{scene.name or 'schedule'}: " if len(scenes) > 1 else "") + labels.figures(scene)
-        lines += wrap(told, width, subsequent_indent="  ")
+        figures = (f"{scene.name or 'schedule'}: " if len(scenes) > 1 else "") + labels.figures(scene)
+        lines += wrap(figures, width, subsequent_indent="  ")
     lines += _legend(scenes, plan, width, colour)
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
@@ -154,11 +154,11 @@ def _coloured(label: str, a: int, b: int, ground: str, columns: int) -> list[Cel
     style = (ink(ground), ground)
     cells: list[Cell] = [(" ", style)] * (b - a)
     low, high = _piece(a, b, columns)
-    room = high - low - len(label)
-    if room > 0:
+    space = high - low - len(label)
+    if space > 0:
         cells[0] = ("▏", (mix(ground, "#000000", 0.45), ground))
-    if room >= 0:
-        at = low + (room + 1) // 2
+    if space >= 0:
+        at = low + (space + 1) // 2
         cells[at : at + len(label)] = [(char, style) for char in label]
     return cells
 
@@ -176,11 +176,10 @@ def _plain(label: str, a: int, b: int, end: str, columns: int) -> list[Cell]:
 def _overview(lane: Lane, scene: Scene, plan: _Plan, colour: bool) -> list[Cell]:
     """Each column, in colour each half of one, shows what takes most of its time."""
     if not colour:
-        found = _dominant(lane, plan.columns, plan.scale)
-        return [("." if f is None else (f[0].lower() if f[1] % 2 else f[0]), None) for f in found]
-    grounds = [
-        None if f is None else fill(f[0], f[1], scene.shades) for f in _dominant(lane, 2 * plan.columns, 2 * plan.scale)
-    ]
+        shown = _dominant(lane, plan.columns, plan.scale)
+        return [("." if one is None else (one[0].lower() if one[1] % 2 else one[0]), None) for one in shown]
+    halves = _dominant(lane, 2 * plan.columns, 2 * plan.scale)
+    grounds = [None if one is None else fill(*one, scene.shades) for one in halves]
     cells: list[Cell] = []
     for left, right in zip(grounds[::2], grounds[1::2], strict=True):
         if left == right:
@@ -193,11 +192,11 @@ def _overview(lane: Lane, scene: Scene, plan: _Plan, colour: bool) -> list[Cell]
 
 
 def _dominant(lane: Lane, columns: int, scale: float) -> list[tuple[str, int] | None]:
-    """For each column the (op, shade) to show, or None for idle: the one that is owed most, where each is owed the
-    time it takes. So what takes a third of the time gets a third of the columns, and nothing small is lost."""
+    """For each column the (op, shade) to show, or None for idle: the one with most time not yet shown. So an op that
+    takes a third of the time gets a third of the columns, and short ones appear too."""
     ends = [bar.end for bar in lane.bars]
     owed: dict[tuple[str, int] | None, float] = {}
-    found: list[tuple[str, int] | None] = []
+    columns_shown: list[tuple[str, int] | None] = []
     for column in range(columns):
         low, high = column / scale, (column + 1) / scale
         idle = high - low
@@ -214,8 +213,8 @@ def _dominant(lane: Lane, columns: int, scale: float) -> list[tuple[str, int] | 
             owed[what] = owed.get(what, 0.0) + time
         shown = max((what for what, time in here.items() if time > 0), key=owed.__getitem__, default=None)
         owed[shown] -= high - low
-        found.append(shown)
-    return found
+        columns_shown.append(shown)
+    return columns_shown
 
 
 # ---- colours --------------------------------------------------------------------------------------------------------
@@ -258,11 +257,11 @@ def _legend(scenes: Sequence[Scene], plan: _Plan, width: int, bits: int) -> list
     if not bits and shades == 2 and plan.detail < 3:
         note = "small letters: a rank's other stage"[:width]
         items.append((note, len(note)))
-    lines, room = [""], width
+    lines, left = [""], width
     for text, size in items:
-        if size > room and lines[-1]:
+        if size > left and lines[-1]:
             lines.append("")
-            room = width
+            left = width
         lines[-1] += text + "  "
-        room -= size + 2
+        left -= size + 2
     return lines

@@ -1,7 +1,7 @@
 """A timeline as a trace of events, the JSON that Perfetto and Chrome's tracing page open, and back again.
 
 Each timeline is a process there and each rank a thread; what an action waited for is an arrow, and what a rank holds
-is a counter. Traces count in microseconds: where a cost model has its own unit, one unit is shown as a millisecond.
+is a counter. Traces count in microseconds; one unit of a cost model without a unit of time is shown as a millisecond.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _HEAD = b'{"otherData":{"fpipe":'
 def paint(scenes: Sequence[Scene]) -> str:
     """The file's text."""
     events = [event for k, scene in enumerate(scenes) for event in _events(k, scene)]
-    told = [_told(scene) for scene in scenes]
-    # otherData stands first: it is how our own files are known
-    trace = {"otherData": {"fpipe": _VERSION, "timelines": told}, "displayTimeUnit": "ms", "traceEvents": events}
+    facts = [_facts(scene) for scene in scenes]
+    # otherData is first: is_timeline recognises a file by it
+    trace = {"otherData": {"fpipe": _VERSION, "timelines": facts}, "displayTimeUnit": "ms", "traceEvents": events}
     return json.dumps(trace, separators=(",", ":"))
 
 
-def _told(scene: Scene) -> dict[str, Any]:
-    """What the events do not say of a timeline."""
+def _facts(scene: Scene) -> dict[str, Any]:
+    """What the events do not contain."""
     ranks = len(scene.lanes)
     return {"name": scene.name, "unit": scene.unit, "span": scene.span, "bubble": scene.bubble, "ranks": ranks}
 
@@ -63,12 +63,20 @@ def _events(pid: int, scene: Scene) -> Iterator[dict[str, Any]]:
             time = {"ts": bar.start * scale, "dur": (bar.end - bar.start) * scale}
             yield {"ph": "X", **where, **time, "name": name, "cat": ops, "args": args}
         if lane.carried:
-            told = {"pid": pid, "tid": len(scene.lanes) + rank}
-            yield {"ph": "M", **told, "name": "thread_name", "args": {"name": f"rank {rank} link"}}
-            yield {"ph": "M", **told, "name": "thread_sort_index", "args": {"sort_index": rank}}
+            where = {"pid": pid, "tid": len(scene.lanes) + rank}
+            yield {"ph": "M", **where, "name": "thread_name", "args": {"name": f"rank {rank} link"}}
+            yield {"ph": "M", **where, "name": "thread_sort_index", "args": {"sort_index": rank}}
         for start, end, what in lane.carried:
-            told = {"pid": pid, "tid": len(scene.lanes) + rank, "ts": start * scale, "dur": (end - start) * scale}
-            yield {"ph": "X", **told, "name": what, "cat": "link", "args": {}}
+            time = {"ts": start * scale, "dur": (end - start) * scale}
+            yield {
+                "ph": "X",
+                "pid": pid,
+                "tid": len(scene.lanes) + rank,
+                **time,
+                "name": what,
+                "cat": "link",
+                "args": {},
+            }
         for at, amount in lane.curve:
             yield {"ph": "C", "pid": pid, "ts": at * scale, "name": f"rank {rank} holds", "args": {"held": amount}}
 
@@ -115,18 +123,18 @@ def read(path: Path) -> tuple[Drawable, ...]:
     """The timelines in a trace that :func:`paint` wrote."""
     try:
         trace = json.loads(path.read_bytes())
-        told = trace["otherData"]["timelines"]
-        return tuple(_recorded(k, about, trace["traceEvents"]) for k, about in enumerate(told))
+        timelines = trace["otherData"]["timelines"]
+        return tuple(_recorded(k, facts, trace["traceEvents"]) for k, facts in enumerate(timelines))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise FpipeError(
             f"{path} is not a timeline that fpipe wrote ({type(error).__name__}: {str(error)[:80]}); "
-            "give a .json that a timeline's save(...) made"
+            "give a .json that a timeline's save(...) wrote"
         ) from error
 
 
-def _recorded(pid: int, told: dict[str, Any], events: list[dict[str, Any]]) -> Recorded:
-    scale = _SCALE.get(told["unit"], 1e3)
-    ranks = int(told["ranks"])
+def _recorded(pid: int, facts: dict[str, Any], events: list[dict[str, Any]]) -> Recorded:
+    scale = _SCALE.get(facts["unit"], 1e3)
+    ranks = int(facts["ranks"])
     lanes: list[list[Span]] = [[] for _ in range(ranks)]
     curves: list[list[tuple[float, float]]] = [[] for _ in range(ranks)]
     waits: dict[tuple[int, int], Wait] = {}
@@ -146,9 +154,9 @@ def _recorded(pid: int, told: dict[str, Any], events: list[dict[str, Any]]) -> R
         elif event["ph"] == "C":
             curves[int(event["name"].split()[1])].append((event["ts"] / scale, event["args"]["held"]))
     if any(wait.position >= len(lanes[wait.rank]) for wait in waits.values()):
-        raise ValueError("an action waits for one that is not there")
+        raise ValueError("an action waits for one that does not exist")
     rows = tuple(map(tuple, lanes)), waits, tuple(map(tuple, curves)), tuple(map(tuple, links))
-    return Recorded(told["name"], told["unit"], told["span"], told["bubble"], *rows)
+    return Recorded(facts["name"], facts["unit"], facts["span"], facts["bubble"], *rows)
 
 
 def _action(text: str) -> AnyAction:
@@ -157,7 +165,7 @@ def _action(text: str) -> AnyAction:
 
 
 def _part(text: str) -> Action:
-    found = _PART.fullmatch(text)
-    if not found:
+    match = _PART.fullmatch(text)
+    if not match:
         raise ValueError(f"{text!r} is no action")
-    return Action(int(found[1]), found[2], int(found[3]))  # type: ignore[arg-type]
+    return Action._make((int(match[1]), match[2], int(match[3])))
