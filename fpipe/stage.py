@@ -28,13 +28,13 @@ class Stage:
     """A stage function with what the pipeline should know about it.
 
     ``aux_loss``: fn returns ``(y, scalar)`` and the scalar joins the total. ``state``: ``fn(params, state, x)`` returns
-    ``(y, state)``. ``engine`` and ``compile`` override the pipeline's. ``frozen`` names parameter leaves (dotted paths
-    within the stage, shell patterns) that get no gradient; ``ties`` pairs a leaf's path with the name of a group whose
-    members, across stages, are one parameter. ``initial_state`` is where the state starts; where a stage has several
-    homes,
-    each carries the state over its own microbatches, and that of the first home comes back. ``like`` tells, for
-    ``engine="eager"`` and a function that looks at its data, what it returns: a function of the same arguments whose
-    result has the same structure, shapes and dtypes (``lambda p, x: x`` for most blocks).
+    ``(y, state)``; it starts as ``initial_state``. Where a stage has replicas, each carries the state over its own
+    microbatches, and that of the first replica is returned. ``engine`` and ``compile`` override the pipeline's.
+    ``frozen`` names parameter leaves (dotted paths within the stage, shell patterns) that get no gradient; ``ties``
+    pairs a leaf's path with the name of a group whose members, across stages, are one parameter.
+
+    ``like`` declares, for ``engine="eager"`` and a function that looks at its data, what it returns: a function of the
+    same arguments whose result has the same structure, shapes and dtypes (``lambda p, x: x`` for most blocks).
 
     >>> Stage(lambda p, x: (x, x.sum()), aux_loss=True).aux_loss
     True
@@ -61,7 +61,7 @@ class Stage:
 
     @property
     def sides(self) -> tuple[str, ...]:
-        """The keyword-only arguments that the function asks for."""
+        """The keyword-only arguments of the function: its side inputs."""
         return keyword_only(self.fn)
 
 
@@ -93,7 +93,7 @@ RECORDING: ContextVar[bool] = ContextVar("RECORDING", default=False)
 
 
 class Remat:
-    """A function whose inside is computed again in the backward rather than saved; see ``remat``."""
+    """A function whose inner values are computed again in the backward instead of saved; see ``remat``."""
 
     def __init__(self, fn: Callable[..., Any]):
         self.fn = fn
@@ -108,7 +108,7 @@ class Remat:
 
 
 def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Recompute ``fn`` in the backward: the forward keeps its inputs and its random draws only.
+    """Recompute ``fn`` in the backward: the forward saves its inputs and its random draws only.
 
     One recompute serves input and weight gradients. Works for a whole stage and for a part of one.
 
@@ -120,28 +120,30 @@ def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
     return Remat(fn)
 
 
-def settled(stage: Stage, engine: Engine, compile: str | None = None) -> Stage:
-    """A stage with the pipeline's engine and compiler where it has none of its own."""
+def with_defaults(stage: Stage, engine: Engine, compile: str | None = None) -> Stage:
+    """A stage with the pipeline's engine and compiler where it names none itself."""
     engine = stage.engine or engine
     if engine not in get_args(Engine):
         raise StageError(f"engine={engine!r}; give one of {', '.join(map(repr, get_args(Engine)))}")
     return replace(stage, engine=engine, compile=stage.compile or (compile if engine == "trace" else None))
 
 
-def trusted(stages: Sequence[Stage], devices: Iterable[torch.device], stacklevel: int) -> tuple[Stage, ...]:
-    """The stages, without a compiler, and with a warning, where torch.compile is not to be trusted.
+def without_unsafe_compilers(
+    stages: Sequence[Stage], devices: Iterable[torch.device], stacklevel: int
+) -> tuple[Stage, ...]:
+    """The stages, without a compiler and with a warning where torch.compile is known to fail on the devices.
 
-    >>> here = [torch.device("xpu", 0), torch.device("cpu")]
-    >>> [stage.compile for stage in trusted([Stage(max, compile="inductor")], here, 2)]
+    >>> devices = [torch.device("xpu", 0), torch.device("cpu")]
+    >>> [stage.compile for stage in without_unsafe_compilers([Stage(max, compile="inductor")], devices, 2)]
     ['inductor']
     """
-    asked = [stage.compile for stage in stages if stage.compile]
-    kind = distrusted(devices) if asked else None
+    compilers = [stage.compile for stage in stages if stage.compile]
+    kind = distrusted(devices) if compilers else None
     if kind is None:
         return tuple(stages)
     warnings.warn(
-        f"compile={asked[0]!r} is left out: where several devices of type {kind!r} are at work torch.compile is not "
-        "trusted; the programs run as they were traced. Leave compile= out, or use one device",
+        f"compile={compilers[0]!r} is left out: where several devices of type {kind!r} are at work torch.compile is "
+        "not trusted; the programs run as they were traced. Leave compile= out, or use one device",
         stacklevel=stacklevel + 1,
     )
     return tuple(replace(stage, compile=None) for stage in stages)

@@ -237,6 +237,11 @@ class AbstractTree:
         """The leaves: ``fn`` of each aval, and the values of all others."""
         return [fn(leaf) if isinstance(leaf, Aval) else leaf.value for leaf in self.leaves]
 
+    def fill(self, tensors: Iterable[Any]) -> Tree:
+        """The pytree with these tensors, in order, and the other leaves as they are."""
+        following = iter(tensors)
+        return unflatten(self.spec, self.map(lambda _: next(following)))
+
     def on(self, device: torch.device) -> AbstractTree:
         """The same tree with its tensors on a device."""
         moved = (leaf._replace(device=device) if isinstance(leaf, Aval) else leaf for leaf in self.leaves)

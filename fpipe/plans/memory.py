@@ -16,8 +16,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
+from ..programs.graphs import Held
 from ..programs.program import Program
-from ..programs.stage_programs import Held, Programs
+from ..programs.stage_programs import Programs
 from ..tree import Aval
 from .keys import Key
 from .plan import Step

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..programs.stage_programs import Programs
-from ..tree import Aval, Spec
+from ..tree import Aval, Spec, Static
 from .keys import (
     BatchLeaf,
     Grad,
@@ -70,9 +70,10 @@ class Interface:
             )
         takes_x = tuple(name in read or name in programs.saved for name in x_index)
         takes_dy = tuple(name is not None and name in read for name in programs.dys)
-        static = tuple(sorted(programs.y_static.items()))
-        return cls(programs.y_spec, static, tuple(ys), tuple(dxs), programs.y_avals, takes_x, takes_dy,
-                   programs.aux_aval, leaves, (programs.state_spec, programs.state_avals))  # fmt: skip
+        outputs, spec = programs.outputs, programs.outputs.y.spec
+        static = tuple((j, leaf.value) for j, leaf in enumerate(outputs.y.leaves) if isinstance(leaf, Static))
+        state = (None, ()) if outputs.state is None else (outputs.state.spec, tuple(outputs.state.avals.values()))
+        return cls(spec, static, tuple(ys), tuple(dxs), programs.y_avals, takes_x, takes_dy, outputs.aux, leaves, state)
 
 
 class Out(NamedTuple):

@@ -1,6 +1,6 @@
-"""The autocast that is on around a call: a trace bakes it in, so running must not apply it a second time.
+"""The autocast around a call: a trace contains its casts, so programs must run without it, or they would cast twice.
 
-Backwards run without it, as torch asks for. Knows no stage and no program.
+Backwards run without it, as torch recommends. Knows no stages or programs.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Ambient: TypeAlias = tuple[tuple[str, torch.dtype], ...]
 
 @lru_cache(maxsize=1)
 def _kinds() -> tuple[str, ...]:
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return ("cpu",) if found is None or found.type == "cpu" else ("cpu", found.type)
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return ("cpu",) if device is None or device.type == "cpu" else ("cpu", device.type)
 
 
 def ambient() -> Ambient:
-    """The kinds of devices for which autocast is on, each with its dtype.
+    """The device types for which autocast is on, each with its dtype.
 
     >>> with torch.autocast("cpu", torch.bfloat16):
     ...     ambient()
@@ -33,7 +33,7 @@ def ambient() -> Ambient:
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """As if none was on.
+    """Switch autocast off for all device types.
 
     >>> with torch.autocast("cpu", torch.bfloat16), without_autocast():
     ...     ambient()
@@ -47,7 +47,7 @@ def without_autocast() -> Iterator[None]:
 
 @contextmanager
 def under(state: Ambient) -> Iterator[None]:
-    """As it was when ``ambient()`` gave ``state``.
+    """Switch autocast to a state returned by ``ambient()``.
 
     >>> with under((("cpu", torch.bfloat16),)):
     ...     torch.eye(2).mm(torch.eye(2)).dtype

@@ -1,9 +1,9 @@
-"""Compiles a program with one of torch's compilers, keeping its face."""
+"""Compiles a program with one of torch's compilers; inputs, outputs and names stay."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,20 +20,17 @@ def compiled(program: Program, constants: Mapping[str, Any], backend: str) -> Pr
         raise StageError(f"compile={backend!r} is no compiler that torch knows; choose from {known}")
     if not program.nodes:
         return program
-    # Some compilers keep caches by code object: every program gets a code object of its own.
+    # Some compilers cache by code object, so every program has one of its own.
     inner = torch.compile(_module(program, constants), backend=backend, fullgraph=True, dynamic=False)
-    count = len(program.outputs)
 
     def run(box: list[Any]) -> tuple[Any, ...]:
         args = tuple(box)
         box.clear()
         out = inner(*args)
-        assert len(out) == count
+        assert len(out) == len(program.outputs)
         return tuple(out)
 
-    made = copy.copy(program)
-    made.run = run
-    return made
+    return replace(program, run=run)
 
 
 def _module(program: Program, constants: Mapping[str, Any]) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
-"""What a stage is called with, how it is called, and what it returned; shared by both engines.
+"""Arguments and results of a stage function in abstract form, and the call itself; shared by both engines.
 
-The outputs are known from a run on fake tensors. Nothing here knows graphs, schedules or ranks.
+The results are known from a run on fake tensors. Nothing here knows graphs, schedules or ranks.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ import torch
 from .. import tree
 from ..errors import StageError
 from ..stage import Stage
-from ..tree import AbstractTree, Aval
-from . import _fake
-from ._purity import watching
+from ..tree import AbstractTree, Aval, Tree
+from . import fake
+from .purity import pure_on_fakes
+
+#: What leaves of an output may be, beside tensors.
+_PLAIN = (int, float, bool, str, bytes, complex, torch.dtype, torch.device)
 
 
 class Signature(NamedTuple):
@@ -32,51 +35,71 @@ class Signature(NamedTuple):
         return "(" + "; ".join(str(argument) for argument in self[:2] if argument.leaves) + ")"
 
 
+class Result(NamedTuple):
+    """What a stage function returned; ``aux`` and ``state`` are ``None`` for stages without them."""
+
+    y: Tree
+    aux: torch.Tensor | None
+    state: Tree
+
+
 @dataclass(frozen=True)
 class Outputs:
-    """What a first, fake run of the function tells: the structure and the avals of what it returns."""
+    """The results of a stage function in abstract form."""
 
-    y_spec: tree.Structure
-    y: tuple[Any, ...]  # Aval, or a value that is no tensor
-    aux: Aval | None
-    state_spec: tree.Structure | None
-    state: tuple[Aval, ...] = ()
-    copies: bool = False  # inputs must be copied first: the function writes into them
+    y: AbstractTree
+    aux: Aval | None = None
+    state: AbstractTree | None = None
+    copies: bool = False  # whether its input must be copied first, since the function writes into it
+
+    @property
+    def cotangents(self) -> dict[str, Aval]:
+        """The results that carry a gradient, by the names of their cotangents."""
+        names = {f"dy{j}": self.y.avals[j] for j in self.y.wanted}
+        return names | ({"daux": self.aux} if self.aux is not None and self.aux.grad else {})
 
 
 def outputs_of(stage: Stage, signature: Signature) -> Outputs:
-    """What a function returns, told by a run on fake tensors: no data, no effect on any tensor."""
+    """The results of a stage on fake tensors: without data and without effects on any tensor."""
     for copies in (False, True):
-        with _fake.mode():
-            groups = _fake.inputs(signature)
+        with fake.mode():
+            groups = fake.inputs(signature)
             try:
-                with watching(stage.label):
-                    y, aux, state = call(stage, signature, groups, copies)
+                with pure_on_fakes(stage.label):
+                    result = call(stage, signature, groups, copies)
             except RuntimeError as error:
-                if copies or "leaf Variable" not in str(error):
+                if copies or not writes_into_leaf(error):
                     raise
                 continue
-        return outputs_from(stage, y, aux, state, copies)
+        return outputs_from(stage, result, copies)
     raise AssertionError("unreachable")
 
 
-def outputs_from(stage: Stage, y: Any, aux: Any, state: Any, copies: bool) -> Outputs:
-    """What a call returned, checked and described."""
-    ys, y_spec = tree.flatten(y)
-    _check_outputs(stage, ys, aux)
-    avals = tuple(Aval.like(t, t.requires_grad) if isinstance(t, torch.Tensor) else t for t in ys)
-    aux_aval = None if aux is None else Aval.like(aux, aux.requires_grad)
-    states, state_spec = tree.flatten(state) if stage.state else ([], None)
-    _check_state(stage, states)
-    return Outputs(y_spec, avals, aux_aval, state_spec, tuple(map(Aval.like, states)), copies)
+def writes_into_leaf(error: RuntimeError) -> bool:
+    """Whether autograd refused a write into an input, which therefore must be copied first."""
+    return "leaf Variable" in str(error)
 
 
-def _check_outputs(stage: Stage, ys: Sequence[Any], aux: Any) -> None:
+def outputs_from(stage: Stage, result: Result, copies: bool) -> Outputs:
+    """The abstract form of a checked result."""
+    ys, y_spec = tree.flatten(result.y)
+    _check_outputs(stage, ys, result.aux)
+    y = AbstractTree.flat(y_spec, ys, [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in ys])
+    aux = None if result.aux is None else Aval.like(result.aux, result.aux.requires_grad)
+    state = AbstractTree.of(result.state) if stage.state else None
+    if state is not None:
+        _check_state(stage, state)
+    return Outputs(y, aux, state, copies)
+
+
+def _check_outputs(stage: Stage, ys: Sequence[Any], aux: object) -> None:
     for leaf in ys:
-        dense = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and Aval.like(leaf).kind is None
-        if not dense and not isinstance(leaf, (int, float, bool, str, bytes, complex, torch.dtype, torch.device)):
+        tensor = isinstance(leaf, torch.Tensor)
+        sparse = tensor and leaf.layout is not torch.strided
+        if (sparse or Aval.like(leaf).kind is not None) if tensor else not isinstance(leaf, _PLAIN):
+            what = f"{leaf.layout} tensor" if sparse else type(leaf).__name__
             raise StageError(
-                f"stage {stage.label} returns a {_kind(leaf)}, which cannot be sent to the next stage; "
+                f"stage {stage.label} returns a {what}, which cannot be sent to the next stage; "
                 "return tensors (of a DTensor: its to_local()) and plain numbers, or register its class as a pytree "
                 '(optree, namespace="fpipe")'
             )
@@ -87,35 +110,29 @@ def _check_outputs(stage: Stage, ys: Sequence[Any], aux: Any) -> None:
         )
 
 
-def _kind(leaf: Any) -> str:
-    sparse = isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided
-    return f"{leaf.layout} tensor" if sparse else type(leaf).__name__
+def _check_state(stage: Stage, state: AbstractTree) -> None:
+    for leaf in state.leaves:
+        if not isinstance(leaf, Aval):
+            raise StageError(
+                f"stage {stage.label} returns {leaf} in its state, whose leaves must be tensors (a number would "
+                "make each microbatch another program); write torch.tensor(0) for a counter"
+            )
 
 
-def _check_state(stage: Stage, leaves: Sequence[Any]) -> None:
-    strange = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-    if strange:
-        raise StageError(
-            f"stage {stage.label} returns {strange[0]!r} in its state, whose leaves must be tensors (a number would "
-            "make each microbatch another program); write torch.tensor(0) for a counter"
-        )
-
-
-def call(stage: Stage, signature: Signature, groups: Sequence[Sequence[Any]], copies: bool) -> tuple[Any, Any, Any]:
-    """The user's function on flat leaves: (y, aux, state)."""
-    p, x, side, state = (tree.unflatten(t.spec, group) for t, group in zip(signature, groups, strict=True))
+def call(stage: Stage, signature: Signature, groups: Sequence[Sequence[Any]], copies: bool) -> Result:
+    """Call the stage function on flat leaves."""
+    p, x, side, state = (tree.unflatten(a.spec, leaves) for a, leaves in zip(signature, groups, strict=True))
     with torch.enable_grad():
         if copies:
             x = tree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, x)
         out = stage.fn(p, state, x, **side) if stage.state else stage.fn(p, x, **side)
     extras = int(stage.aux_loss) + int(stage.state)
     if not extras:
-        return out, None, None
+        return Result(out, None, None)
     if not isinstance(out, tuple) or len(out) != 1 + extras:
-        shape = "(y, " + ("scalar, " if stage.aux_loss else "") + ("state" if stage.state else "")
+        names = ["y", *(["scalar"] if stage.aux_loss else []), *(["state"] if stage.state else [])]
         raise StageError(
-            f"stage {stage.label} must return {shape.rstrip(', ')}), but it returned a {type(out).__name__}"
+            f"stage {stage.label} must return ({', '.join(names)}), but it returned a {type(out).__name__}"
             + (f" of {len(out)}" if isinstance(out, tuple) else "")
         )
-    aux = out[1] if stage.aux_loss else None
-    return out[0], aux, out[-1] if stage.state else None
+    return Result(out[0], out[1] if stage.aux_loss else None, out[-1] if stage.state else None)

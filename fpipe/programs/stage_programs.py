@@ -1,76 +1,75 @@
 """``Programs``: the four programs of a stage, F, B, I and W, and the values they share.
 
-Programs are straight lines over named values. The values of one stage share a name space: ``p0..`` parameters, ``x0..``
-inputs, ``k0..`` side inputs, ``t0..`` state, ``dy0..`` cotangents, and whatever the trace calls the rest. This module
-knows nothing of schedules or ranks.
+The values of one stage share a namespace: ``p0..`` parameters, ``x0..`` inputs, ``k0..`` side inputs, ``t0..`` state,
+``dy0..`` and ``daux`` cotangents, and the trace's names for the rest. Knows no schedules or ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Any, NamedTuple
+from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 
 from .. import tree
 from ..errors import StageError
-from ..tree import Aval
+from ..tree import Aval, Structure, Tree
 from .autocast import without_autocast
+from .graphs import Held
 from .program import Program
-
-
-class Held(NamedTuple):
-    """Memory behind a named value: which value's storage it is, and how many bytes."""
-
-    root: str
-    nbytes: int
-    given: bool = False  # it came in from outside: an input's own storage
+from .signature import Outputs
 
 
 @dataclass(frozen=True, eq=False)
 class Programs:
     """The four programs of a stage and the names by which they share values.
 
-    ``ys``, ``dps`` and ``dxs`` name the outputs and the gradients (``None``: no gradient flows); a name may be an
-    input's own, where a leaf is passed on unchanged. ``dys[j]`` is the cotangent of output ``j``, or ``None`` where it
-    carries no gradient. ``saved`` are the names held from F to I (or B), ``kept`` those from I to W.
+    ``ys``, ``dps`` and ``dxs`` name the outputs and the gradients, leaf by leaf (``None``: not a tensor, or no gradient
+    flows); a name may be an input's, where a leaf is returned unchanged. ``saved`` are the names held from F to I or B,
+    ``kept`` those from I to W.
     """
 
     f: Program
     b: Program
     i: Program
     w: Program
-    counts: tuple[int, int, int, int]  # leaves of params, x, side, state
-    y_spec: tree.Structure
-    y_static: Mapping[int, Any]  # output leaves that are not tensors
+    counts: tuple[int, ...]  # numbers of leaves of params, x, side, state
+    outputs: Outputs
     ys: tuple[str | None, ...]
-    y_avals: tuple[Aval | None, ...]
     aux: str | None
-    aux_aval: Aval | None
     new_state: tuple[str, ...]
-    state_spec: tree.Structure | None
-    dys: tuple[str | None, ...]
-    daux: Aval | None
     dps: tuple[str | None, ...]
     dxs: tuple[str | None, ...]
     saved: tuple[str, ...]
     kept: tuple[str, ...]
     dx_avals: Mapping[str, Aval]
-    memory: Mapping[str, Held]  # behind every named value
-    fresh: frozenset[str]  # gradients that alias nothing and may be added to in place
-    state_avals: tuple[Aval, ...] = ()
-    dp_avals: Mapping[str, Aval] = field(default_factory=dict)  # of the parameter gradients, where they are known
+    memory: Mapping[str, Held]  # by value
+    fresh: frozenset[str] = frozenset()  # gradients that share no memory, into which others may be added
+    dp_avals: Mapping[str, Aval] = field(default_factory=dict)  # where known
     eager: bool = False
     compiled: bool = False
     label: str = ""
-    _adding: dict[str, Program] = field(default_factory=dict, repr=False)
-    segments: dict[int, Any] = field(default_factory=dict, repr=False)  # what programs are cut into, by their id
+
+    @cached_property
+    def y_avals(self) -> tuple[Aval | None, ...]:
+        """The outputs' abstract tensors; ``None`` for leaves that are not tensors."""
+        return tuple(leaf if isinstance(leaf, Aval) else None for leaf in self.outputs.y.leaves)
+
+    @cached_property
+    def dys(self) -> tuple[str | None, ...]:
+        """The names of the outputs' cotangents; ``None`` where no gradient flows."""
+        return tuple(name if (name := f"dy{j}") in self.outputs.cotangents else None for j in range(len(self.ys)))
+
+    @property
+    def daux(self) -> Aval | None:
+        """The cotangent of the auxiliary scalar, if it carries a gradient."""
+        return self.outputs.cotangents.get("daux")
 
     # ---- bytes --------------------------------------------------------------------------------------------------
     def held(self, names: Sequence[str]) -> int:
-        """Bytes behind some names, each storage once; parameters and side inputs are the caller's and count nothing."""
+        """Bytes behind some names, each storage once; parameters, side inputs and state are the caller's."""
         behind = {self.memory[n].root: self.memory[n] for n in names if n in self.memory}
         return sum(h.nbytes for h in behind.values() if not (h.given and h.root[0] in "pkt"))
 
@@ -84,137 +83,145 @@ class Programs:
         """Bytes held from I to W."""
         return self.held(self.kept)
 
-    # ---- gradients added where they are made ----------------------------------------------------------------------
+    # ---- gradients added as soon as they are computed -----------------------------------------------------------
     def added_by(self, letter: str) -> dict[int, str]:
-        """The parameter gradients, by leaf, that program ``letter`` ("B" or "W") makes itself."""
+        """The parameter gradients, by leaf, that program ``letter`` ("B" or "W") computes and can add itself."""
         program = self.b if letter == "B" else self.w
         if self.compiled:
             return {}
-        made = set(program.outputs) if self.eager else {node.name for node in program.nodes}
-        return {i: name for i, name in enumerate(self.dps) if name is not None and name in made}
+        computed = set(program.outputs) if self.eager else {node.name for node in program.nodes}
+        return {i: name for i, name in enumerate(self.dps) if name is not None and name in computed}
 
     def adding(self, letter: str) -> Program:
-        """Program ``letter`` with its parameter gradients added into inputs ``g0..`` as soon as each is made."""
-        found = self._adding.get(letter)
-        if found is None:
-            program = self.b if letter == "B" else self.w
-            adds: dict[str, list[str]] = {}
-            for index, name in self.added_by(letter).items():
-                adds.setdefault(name, []).append(f"g{index}")
-            inputs = (*program.inputs, *(into for many in adds.values() for into in many))
-            outputs = [name for name in program.outputs if name not in adds or name in self.dxs]
-            found = Program.from_nodes(program.name, program.nodes, inputs, outputs, program.constants, adds)
-            found.of = program.of
-            self._adding[letter] = found
-        return found
+        """Program ``letter`` with its parameter gradients added into inputs ``g0..`` as soon as each is computed."""
+        return self._b_adding if letter == "B" else self._w_adding
+
+    @cached_property
+    def _b_adding(self) -> Program:
+        return self._adding("B", self.b)
+
+    @cached_property
+    def _w_adding(self) -> Program:
+        return self._adding("W", self.w)
+
+    def _adding(self, letter: str, program: Program) -> Program:
+        adds: dict[str, list[str]] = {}
+        for index, name in self.added_by(letter).items():
+            adds.setdefault(name, []).append(f"g{index}")
+        return program.adding(adds, [name for name in program.outputs if name not in adds or name in self.dxs])
 
     # ---- by hand ------------------------------------------------------------------------------------------------
     @property
-    def forward(self) -> ByHand:
+    def forward(self) -> TreeProgram:
         """``forward(params, x, **side) -> (y, saved)``."""
-        return ByHand(self, self.f, _forward)
+        return TreeProgram(self.f, self._forward)
 
     @property
-    def backward(self) -> ByHand:
+    def backward(self) -> TreeProgram:
         """``backward(saved, dy) -> (dx, dparams)``."""
-        return ByHand(self, self.b, _backward)
+        return TreeProgram(self.b, self._backward)
 
     @property
-    def backward_input(self) -> ByHand:
+    def backward_input(self) -> TreeProgram:
         """``backward_input(saved, dy) -> (dx, kept)``."""
-        return ByHand(self, self.i, _backward_input)
+        return TreeProgram(self.i, self._backward_input)
 
     @property
-    def backward_weight(self) -> ByHand:
+    def backward_weight(self) -> TreeProgram:
         """``backward_weight(kept) -> dparams``."""
-        return ByHand(self, self.w, _backward_weight)
+        return TreeProgram(self.w, self._backward_weight)
+
+    def _forward(self, params: Tree, x: Tree, *, state: Tree = None, **side: Tree) -> Tree:
+        p, xs = tree.flatten(params), tree.flatten(x)
+        groups = zip("pxkt", (p[0], xs[0], tree.leaves(side), tree.leaves(state)), strict=True)
+        values = {name: leaf for prefix, leaves in groups for name, leaf in named(prefix, leaves).items()}
+        values = _run(self.f, values)
+        y = self.outputs.y.fill([values[name] for name in self.ys if name is not None])
+        extras = [values[self.aux]] if self.aux else []
+        if self.outputs.state is not None:
+            extras.append(self.outputs.state.fill([values[name] for name in self.new_state]))
+        return (y, *extras) if extras else y, Carried({n: values[n] for n in self.saved}, p, xs)
+
+    def _backward(self, saved: Carried, dy: Tree, *, daux: torch.Tensor | None = None) -> tuple[Tree, Tree]:
+        values = _run(self.b, {**saved.values, **self._cotangents(dy, daux)})
+        return _gradients(self.dxs, saved.x, values), _gradients(self.dps, saved.params, values)
+
+    def _backward_input(self, saved: Carried, dy: Tree, *, daux: torch.Tensor | None = None) -> tuple[Tree, Carried]:
+        values = _run(self.i, {**saved.values, **self._cotangents(dy, daux)})
+        return _gradients(self.dxs, saved.x, values), replace(saved, values={n: values[n] for n in self.kept})
+
+    def _backward_weight(self, kept: Carried) -> Tree:
+        return _gradients(self.dps, kept.params, _run(self.w, kept.values))
+
+    def _cotangents(self, dy: Tree, daux: torch.Tensor | None) -> dict[str, Any]:
+        leaves = tree.leaves(dy)
+        names = [name for name, y in zip(self.dys, self.ys, strict=True) if y is not None]
+        if len(leaves) != len(names):
+            raise StageError(
+                f"dy has {len(leaves)} leaves where the stage gives {len(names)}; give one for each output"
+            )
+        values = {name: leaf for name, leaf in zip(names, leaves, strict=True) if name is not None}
+        if self.daux is not None:
+            one = torch.ones((), dtype=self.daux.dtype, device=self.daux.device)
+            values["daux"] = one if daux is None else daux
+        return values
 
 
-class ByHand:
-    """A program called with pytrees, for a person rather than for the runner; ``.code`` is its source."""
+@dataclass(frozen=True, eq=False, repr=False)
+class TreeProgram:
+    """A program called with pytrees, for interactive use; ``.code`` is its source."""
 
-    def __init__(self, programs: Programs, program: Program, call: Callable[..., Any]):
-        self.programs, self.program, self._call = programs, program, call
-        self.code = program.code
+    program: Program
+    call: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad(), without_autocast():
-            return self._call(self.programs, *args, **kwargs)
+            return self.call(*args, **kwargs)
 
     def __repr__(self) -> str:
         return repr(self.program)
 
+    @property
+    def code(self) -> str:
+        """The source that runs."""
+        return self.program.code
+
 
 @dataclass(frozen=True, eq=False)
-class Bundle:
-    """Values on their way from one program to the next, by name, with the structures to give gradients back in."""
+class Carried:
+    """Values between two programs by name, and the flat arguments of the first, like which gradients are returned."""
 
     values: Mapping[str, Any]
-    p_spec: tree.Structure
-    x_spec: tree.Structure
-    p_like: tuple[Any, ...] = ()
-    x_like: tuple[Any, ...] = ()
+    params: tuple[list[Any], Structure]
+    x: tuple[list[Any], Structure]
 
 
 def _run(program: Program, values: Mapping[str, Any]) -> dict[str, Any]:
-    outs = program([values[name] for name in program.inputs])
-    return dict(zip(program.outputs, outs, strict=True))
+    """The values with those that a program computes from them."""
+    results = program([values[name] for name in program.inputs])
+    return {**values, **dict(zip(program.outputs, results, strict=True))}
 
 
-def _forward(own: Programs, params: Any, x: Any, *, state: Any = None, **side: Any) -> Any:
-    (p, p_spec), (xs, x_spec) = tree.flatten(params), tree.flatten(x)
-    values = dict(named("p", p) | named("x", xs) | named("k", tree.leaves(side)) | named("t", tree.leaves(state)))
-    values |= _run(own.f, values)
-    y = tree.unflatten(own.y_spec, [own.y_static[j] if n is None else values[n] for j, n in enumerate(own.ys)])
-    bundle = Bundle({n: values[n] for n in own.saved}, p_spec, x_spec, tuple(p), tuple(xs))
-    extras = [values[own.aux]] if own.aux else []
-    if own.state_spec is not None:
-        extras.append(tree.unflatten(own.state_spec, [values[n] for n in own.new_state]))
-    return ((y, *extras) if extras else y), bundle
-
-
-def _cotangents(own: Programs, dy: Any, aux: Any) -> dict[str, Any]:
-    given = tree.leaves(dy)
-    tensors = [name for name, static in zip(own.dys, own.ys, strict=True) if static is not None]
-    if len(given) != len(tensors):
-        raise StageError(f"dy has {len(given)} leaves where the stage gives {len(tensors)}; give one for each output")
-    values = {name: g for name, g in zip(tensors, given, strict=True) if name is not None}
-    if own.daux is not None:
-        values["daux"] = torch.ones((), dtype=own.daux.dtype, device=own.daux.device) if aux is None else aux
-    return values
-
-
-def _grads(names: Sequence[str | None], like: Sequence[Any], spec: tree.Structure, values: Mapping[str, Any]) -> Any:
-    zero = [torch.zeros_like(t) if tree.is_floating(t) else None for t in like]
-    return tree.unflatten(spec, [z if n is None else values[n] for n, z in zip(names, zero, strict=True)])
-
-
-def _backward(own: Programs, saved: Bundle, dy: Any, *, daux: Any = None) -> Any:
-    values = dict(saved.values) | _cotangents(own, dy, daux)
-    values |= _run(own.b, values)
-    dx = _grads(own.dxs, saved.x_like, saved.x_spec, values)
-    return dx, _grads(own.dps, saved.p_like, saved.p_spec, values)
-
-
-def _backward_input(own: Programs, saved: Bundle, dy: Any, *, daux: Any = None) -> Any:
-    values = dict(saved.values) | _cotangents(own, dy, daux)
-    values |= _run(own.i, values)
-    kept = replace(saved, values={n: values[n] for n in own.kept})
-    return _grads(own.dxs, saved.x_like, saved.x_spec, values), kept
-
-
-def _backward_weight(own: Programs, kept: Bundle) -> Any:
-    values = dict(kept.values)
-    values |= _run(own.w, values)
-    return _grads(own.dps, kept.p_like, kept.p_spec, values)
+def _gradients(names: Sequence[str | None], like: tuple[list[Any], Structure], values: Mapping[str, Any]) -> Tree:
+    leaves, spec = like
+    zeros = [torch.zeros_like(t) if tree.is_floating(t) else None for t in leaves]
+    return tree.unflatten(spec, [z if n is None else values[n] for n, z in zip(names, zeros, strict=True)])
 
 
 @lru_cache(maxsize=4096)
 def numbered(prefix: str, count: int) -> tuple[str, ...]:
-    """``('p0', 'p1', ...)``."""
+    """The names of ``count`` values.
+
+    >>> numbered("p", 2)
+    ('p0', 'p1')
+    """
     return tuple(f"{prefix}{index}" for index in range(count))
 
 
 def named(prefix: str, leaves: Sequence[Any]) -> dict[str, Any]:
-    """Leaves under their names in the stage's name space."""
+    """Leaves by their names in the stage's namespace.
+
+    >>> named("p", [7, 8])
+    {'p0': 7, 'p1': 8}
+    """
     return dict(zip(numbered(prefix, len(leaves)), leaves, strict=True))

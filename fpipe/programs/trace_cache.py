@@ -1,94 +1,101 @@
-"""Where traces are kept: those of each function, as long as it lives, so many of them at most.
+"""The cache of traces: those of each function, as long as it lives, up to a limit.
 
-A Python number is a part of a trace. One that changes with every call, such as a temperature or the number of a step,
-would make each call a new trace: who does that is told. Knows nothing of graphs.
+A Python number is a part of a signature. One that differs in every call, such as a temperature or the number of a step,
+would make each call a new trace; the user is warned of it. Knows signatures, no graphs.
 """
 
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable, MutableMapping
+from typing import TypeAlias
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from ..errors import StageError
 from ..stage import Stage
 from ..tree import Aval, Static
+from .autocast import Ambient
+from .losses import LossCall
 from .signature import Signature
 from .stage_programs import Programs
 
-#: How many traces of one function are kept; the oldest goes.
+#: How many traces of one function are cached; the oldest is dropped.
 KEPT = 512
-#: So many that differ in numbers alone are too many: more than a pipeline has stages that know their own number.
+#: The number of traces that differ in numbers alone at which the user is warned.
 ALIKE = 256
 
-
-class _Traces(dict[Any, Programs]):
-    """Those of one function, the oldest first; and whether its user was told that they are too many."""
-
-    told = False
+Key: TypeAlias = tuple[Hashable, ...]
 
 
-_WEAKLY: weakref.WeakKeyDictionary[Any, _Traces] = weakref.WeakKeyDictionary()
-_STRONGLY: dict[Any, _Traces] = {}
-#: Eager programs hold their function, so they are kept as long as somebody uses them.
-_EAGER: weakref.WeakValueDictionary[Any, Programs] = weakref.WeakValueDictionary()
+class _Traces(dict[Key, Programs]):
+    """The traces of one function, the oldest first."""
+
+    warned = False
 
 
-def kept(stage: Stage, signature: Signature, under: Any, make: Callable[[Stage, Signature], Programs]) -> Programs:
-    """A stage's programs for a signature, made once ``under`` what else they depend on."""
-    key = (stage.aux_loss, stage.state, stage.compile, under, signature)
+_WEAK: WeakKeyDictionary[Callable[..., object], _Traces] = WeakKeyDictionary()
+_STRONG: dict[Callable[..., object], _Traces] = {}  # of functions that cannot be referenced weakly
+#: Eager programs refer to their function, so they are cached as long as they are in use.
+_EAGER: WeakValueDictionary[Key, Programs] = WeakValueDictionary()
+
+
+def cached(
+    stage: Stage, signature: Signature, ambient: Ambient, trace: Callable[[Stage, Signature], Programs]
+) -> Programs:
+    """A stage's programs for a signature and the autocast that is on, traced where they are not in the cache."""
+    key: Key = (stage.aux_loss, stage.state, stage.compile, ambient, signature)
     eager = stage.engine == "eager"
-    store: Any = _EAGER if eager else _of(stage.fn)
-    key = (*key, stage.fn, stage.like) if eager else key
+    if eager:
+        key = (*key, stage.fn, stage.like)
+    fn = stage.fn
+    if isinstance(fn, LossCall):  # created for each use; the loss itself is the function that lives
+        fn, key = fn.loss, (*key, fn.has_aux)
+    store: MutableMapping[Key, Programs] = _EAGER if eager else _traces_of(fn)
     try:
-        found = store.get(key)
+        programs = store.get(key)
     except TypeError as error:
         raise StageError(
             f"stage {stage.label}: a leaf that is neither a tensor nor hashable came in ({error}); "
             'pass numbers, strings or None, or register its class (optree, namespace="fpipe")'
         ) from error
-    if found is None:
-        found = store[key] = make(stage, signature)
-        if not eager:
-            _look_after(store, stage, key)
-    return found
+    if programs is None:
+        programs = store[key] = trace(stage, signature)
+        if isinstance(store, _Traces):
+            _limit(store, stage, key)
+    return programs
 
 
-def _of(fn: Callable[..., Any]) -> _Traces:
+def _traces_of(fn: Callable[..., object]) -> _Traces:
     try:
-        return _WEAKLY.setdefault(fn, _Traces())
-    except TypeError:  # the function takes no weak reference: hold it by the Stage that holds it
-        return _STRONGLY.setdefault(fn, _Traces())
+        return _WEAK.setdefault(fn, _Traces())
+    except TypeError:
+        return _STRONG.setdefault(fn, _Traces())
 
 
-def _look_after(store: _Traces, stage: Stage, key: tuple[Any, ...]) -> None:
-    """After one more trace: let the oldest go, and speak up where numbers alone make the difference."""
+def _limit(store: _Traces, stage: Stage, key: Key) -> None:
+    """After one more trace: drop the oldest beyond the limit, and warn where only numbers make the difference."""
     if len(store) > KEPT:
         del store[next(iter(store))]
-    if store.told or len(store) < ALIKE:
+    if store.warned or len(store) < ALIKE:
         return
-    *rest, signature = key
-    shapes = _without_numbers(signature)
-    alike = [other for *others, other in store if others == rest and _without_numbers(other) == shapes]
-    if len(alike) >= ALIKE:
-        store.told = True
-        group, index = _differing(alike)
-        seen = ", ".join(str(other[group].leaves[index]) for other in alike[-3:])
-        what = ("the parameters", "the input", "the side inputs", "the state")[group]
-        warnings.warn(
-            f"stage {stage.label} was traced {ALIKE} times for the same shapes, since a Python value in {what} was "
-            f"another each time (last {seen}); every new one costs a trace. Give it as a tensor, torch.tensor(...), "
-            "and one trace serves all",
-            stacklevel=2,
-        )
-
-
-def _without_numbers(signature: Signature) -> Any:
-    return [(t.spec, [a if isinstance(a, Aval) else a.type for a in t.leaves]) for t in signature]
-
-
-def _differing(alike: list[Signature]) -> tuple[int, int]:
-    """The leaf with the most values."""
+    wanted = _without_numbers(key)
+    alike = [s for other in store if _without_numbers(other) == wanted for s in other if isinstance(s, Signature)]
+    if len(alike) < ALIKE:
+        return
+    store.warned = True
     places = [(g, i) for g, t in enumerate(alike[0]) for i, leaf in enumerate(t.leaves) if isinstance(leaf, Static)]
-    return max(places, key=lambda place: len({other[place[0]].leaves[place[1]] for other in alike}))
+    group, index = max(places, key=lambda place: len({other[place[0]].leaves[place[1]] for other in alike}))
+    seen = ", ".join(str(other[group].leaves[index]) for other in alike[-3:])
+    what = ("the parameters", "the input", "the side inputs", "the state")[group]
+    warnings.warn(
+        f"stage {stage.label} was traced {ALIKE} times for the same shapes, since a Python value in {what} was "
+        f"another each time (last {seen}); every new one costs a trace. Give it as a tensor, torch.tensor(...), "
+        "and one trace serves all",
+        stacklevel=2,
+    )
+
+
+def _without_numbers(key: Key) -> list[object]:
+    """A key with the types of the leaves that are not tensors instead of their values."""
+    shapes = lambda s: [(t.spec, [a if isinstance(a, Aval) else a.type for a in t.leaves]) for t in s]
+    return [shapes(part) if isinstance(part, Signature) else part for part in key]

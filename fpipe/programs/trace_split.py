@@ -1,13 +1,13 @@
-"""Cuts one traced joint function into the four programs F, B, I and W.
+"""Splits one traced joint function into the four programs F, B, I and W.
 
     F   what the outputs need, and every random draw
     I   what the input gradients need beyond F        W   what the parameter gradients need beyond F and I
     B   I and W in the order in which they were traced
 
-A value that a later program needs is handed on under its own name: an input, an output of F ("saved"), or an output
-of I ("kept"). Views hold no memory of their own, so they are handed on like anything else; constants that depend on
-no input are made anew; a value inside a recompute region is computed again rather than saved, draws excepted.
-This module knows graphs alone: no tensors, stages or ranks.
+A value that a later program needs is passed on under its name: an input, an output of F ("saved"), or an output of I
+("kept"). Views use no memory of their own, so they are passed on like anything else. Constants that depend on no input
+are computed again; so is a value inside a recompute region, random draws excepted. Knows graphs alone, no tensors,
+stages or ranks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from .program import draws
 
 @dataclass(frozen=True)
 class Joint:
-    """A traced forward and backward as one graph, and what its ends are called.
+    """The nodes of a traced forward and backward, and those of its results.
 
-    ``ys``, ``extras`` (auxiliary scalar, new state), ``dps`` and ``dxs`` are nodes, ``None`` where there is nothing.
+    ``extras`` are auxiliary scalar and new state; ``dps`` and ``dxs`` have one entry for each leaf, ``None`` where no
+    gradient flows. ``region`` returns the recompute region of a node, if any.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -39,7 +40,7 @@ class Joint:
 
 @dataclass(frozen=True)
 class Piece:
-    """The nodes of one program, in order, with what comes in and what goes out, by name."""
+    """The nodes of one program, in order, and the names of its inputs and outputs."""
 
     nodes: tuple[fx.Node, ...]
     inputs: tuple[str, ...]
@@ -58,45 +59,52 @@ class Pieces:
     kept: tuple[str, ...]
 
 
-def cut(joint: Joint) -> Pieces:
-    """Cut ``joint`` in four."""
-    order = {node: index for index, node in enumerate(joint.nodes)}
-    constant = _constants(joint.nodes)
-    forward = _ancestors([*joint.ys, *joint.extras, *filter(draws, joint.nodes)], lambda node: False)
-    forward |= {n for n in joint.nodes if n.target is operator.getitem and n.args[0] in forward}
-    savable = _savable(joint, forward)
+def split(joint: Joint) -> Pieces:
+    """Split ``joint`` in four."""
+    nodes = joint.nodes
+    constant = _constants(nodes)
+    forward = _ancestors([*joint.ys, *joint.extras, *filter(draws, nodes)], lambda node: False)
+    forward |= {n for n in nodes if n.target is operator.getitem and n.args[0] in forward}
+    savable = _savable(joint, forward) - constant
 
-    def known(node: fx.Node) -> bool:  # what the backward finds ready made
-        return node.op == "placeholder" or (node in forward and node in savable and node not in constant)
+    def known(node: fx.Node) -> bool:  # in the backward without computing it
+        return node.op == "placeholder" or node in savable
 
-    for_inputs = _with_items(_ancestors(_present(joint.dxs), known), joint.nodes, known)
-    for_weights = _with_items(_ancestors(_present(joint.dps), known), joint.nodes, known)
-    weights_alone = for_weights - {n for n in for_inputs if n not in constant}
+    def needed(gradients: Sequence[fx.Node | None]) -> set[fx.Node]:
+        found = _ancestors([node for node in gradients if node is not None], known)
+        # A tuple is passed on by its items, so the items are computed together with the tuple.
+        return found | {n for n in nodes if n.target is operator.getitem and n.args[0] in found and not known(n)}
 
-    dxs, dps = _names(_present(joint.dxs)), _names(_present(joint.dps))
-    f_nodes = _sorted(forward, order)
-    i_nodes, w_nodes = _sorted(for_inputs, order), _sorted(weights_alone, order)
-    b_nodes = _sorted(for_inputs | for_weights, order)
-    made_by_f, made_by_i = set(_names(f_nodes)), set(_names(i_nodes))
-    made_by_w, made_by_b = set(_names(w_nodes)), set(_names(b_nodes))
-
-    f_in, i_in, w_in, b_in = (_free(nodes) for nodes in (f_nodes, i_nodes, w_nodes, b_nodes))
-    ends = [end for end in dps + dxs if end not in made_by_b]
-    saved = _unique(v for v in (*b_in, *ends) if v not in joint.cotangents)
-    kept = _unique((*w_in, *(v for v in dps if v not in made_by_w)))
-    f_out = _unique((*_names((*joint.ys, *joint.extras)), *saved))
+    for_inputs, for_weights = needed(joint.dxs), needed(joint.dps)
+    dxs, dps = _names(joint.dxs), _names(joint.dps)
+    f, b, i, w = (
+        [node for node in nodes if node in part]
+        for part in (forward, for_inputs | for_weights, for_inputs, for_weights - (for_inputs - constant))
+    )
+    b_computes, w_computes = set(_names(b)), set(_names(w))
+    saved = _unique(
+        name for name in (*_free(b), *(end for end in dps + dxs if end not in b_computes))
+        if name not in joint.cotangents
+    )  # fmt: skip
+    kept = _unique((*_free(w), *(name for name in dps if name not in w_computes)))
     return Pieces(
-        forward=Piece(f_nodes, f_in, tuple(v for v in f_out if v in made_by_f)),
-        backward=Piece(b_nodes, b_in, tuple(v for v in _unique(dps + dxs) if v in made_by_b)),
-        backward_input=Piece(i_nodes, i_in, tuple(v for v in _unique(dxs + kept) if v in made_by_i)),
-        backward_weight=Piece(w_nodes, w_in, tuple(v for v in _unique(dps) if v in made_by_w)),
+        forward=_piece(f, (*_names((*joint.ys, *joint.extras)), *saved)),
+        backward=_piece(b, dps + dxs),
+        backward_input=_piece(i, dxs + kept),
+        backward_weight=_piece(w, dps),
         saved=saved,
         kept=kept,
     )
 
 
+def _piece(nodes: Sequence[fx.Node], results: Iterable[str]) -> Piece:
+    """A program that returns those of the results that it computes."""
+    computed = set(_names(nodes))
+    return Piece(tuple(nodes), _free(nodes), tuple(name for name in _unique(results) if name in computed))
+
+
 def _constants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes that hang on no input and draw nothing: cheap to make anew, dear to hold."""
+    """Nodes that depend on no input and draw nothing: cheap to compute again, expensive to hold."""
     constant: set[fx.Node] = set()
     for node in nodes:
         if node.op == "call_function" and not draws(node) and all(n in constant for n in node.all_input_nodes):
@@ -105,8 +113,8 @@ def _constants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _savable(joint: Joint, forward: set[fx.Node]) -> set[fx.Node]:
-    """Forward values that may be saved: all but the inside of recompute regions. A region's draws, and what leaves
-    the region in the forward, may."""
+    """Forward values that may be saved: outside recompute regions all; inside, random draws and what leaves the
+    region in the forward."""
     savable = set()
     for node in forward:
         region = joint.region(node)
@@ -118,41 +126,26 @@ def _savable(joint: Joint, forward: set[fx.Node]) -> set[fx.Node]:
 
 
 def _ancestors(ends: Iterable[fx.Node], known: Callable[[fx.Node], bool]) -> set[fx.Node]:
-    """All call nodes that ``ends`` hang on, not looking past what is known."""
+    """All call nodes on which ``ends`` depend, without those that are known and what only they depend on."""
     seen: set[fx.Node] = set()
     stack = [node for node in ends if not known(node)]
     while stack:
         node = stack.pop()
-        if node in seen or node.op == "placeholder":
-            continue
-        seen.add(node)
-        stack += [used for used in node.all_input_nodes if not known(used)]
+        if node not in seen and node.op != "placeholder":
+            seen.add(node)
+            stack += [used for used in node.all_input_nodes if not known(used)]
     return {node for node in seen if node.op == "call_function"}
 
 
-def _with_items(found: set[fx.Node], nodes: Sequence[fx.Node], known: Callable[[fx.Node], bool]) -> set[fx.Node]:
-    """A tuple is handed on by its items, so the items are taken where the tuple is made."""
-    return found | {n for n in nodes if n.target is operator.getitem and n.args[0] in found and not known(n)}
-
-
 def _free(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
-    """Names that a program must be given: used, but not made by itself."""
-    made = {node.name for node in nodes}
-    # captured tensors stay inside
-    used = (u.name for node in nodes for u in node.all_input_nodes if u.op != "get_attr")
-    return tuple(n for n in _unique(used) if n not in made)
+    """The names that a program reads and does not compute; captured tensors are part of the program."""
+    computed = set(_names(nodes))
+    used = _unique(u.name for node in nodes for u in node.all_input_nodes if u.op != "get_attr")
+    return tuple(name for name in used if name not in computed)
 
 
-def _present(nodes: Iterable[fx.Node | None]) -> list[fx.Node]:
-    return [node for node in nodes if node is not None]
-
-
-def _names(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
-    return tuple(node.name for node in nodes)
-
-
-def _sorted(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> tuple[fx.Node, ...]:
-    return tuple(sorted(nodes, key=order.__getitem__))
+def _names(nodes: Iterable[fx.Node | None]) -> tuple[str, ...]:
+    return tuple(node.name for node in nodes if node is not None)
 
 
 def _unique(names: Iterable[str]) -> tuple[str, ...]:

@@ -72,7 +72,7 @@ def check(ins: Instruction, box: Sequence[Any], out: Sequence[Any], random: torc
         if found:
             action = ins.action
             raise ActionError(
-                f"{action._replace(op=program.name)} (the {_WORDS[program.name]} of {program.of or 'the stage'}, "
+                f"{action._replace(op=program.name)} (the {_WORDS[program.name]} of {program.stage or 'the stage'}, "
                 f"microbatch {action.microbatch}) made {found}: {_origin(program, box, name, random)}"
             )
 

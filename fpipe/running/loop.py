@@ -18,7 +18,7 @@ import torch
 from ..collectives.group import Group, Work
 from ..errors import ActionError, DeadlockError, FpipeError, StageError
 from ..plans.plan import Instruction, Plan
-from ..programs._fake import where
+from ..programs.explain import where
 from .copies import together
 from .registers import Registers
 
@@ -342,6 +342,6 @@ def _sum(ins: Instruction) -> StepFn:
 def _explain(error: Exception, ins: Instruction, rank: int) -> ActionError:
     from_tensors = "(" + ", ".join(map(str, ins.specs)) + ")" if ins.specs else ""
     what = ins.kind if ins.action is None else f"each= after {ins.action}" if ins.kind == "EACH" else str(ins.action)
-    whose = f" ({ins.program.of})" if ins.program is not None and ins.program.of else ""
+    whose = f" ({ins.program.stage})" if ins.program is not None and ins.program.stage else ""
     kind = "" if isinstance(error, FpipeError) else f" raised {type(error).__name__}{where(error)}"
     return ActionError(f"{what}{whose} on rank {rank}{kind}: {error} {from_tensors}".rstrip())

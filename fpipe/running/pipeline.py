@@ -22,11 +22,11 @@ from ..generators import make_schedule
 from ..plans.expected import expected
 from ..plans.sharding import Copies, Shares
 from ..plans.weaving.weave import Overlap
-from ..programs._functorch import functional
+from ..programs.functorch import functional
 from ..programs.losses import loss_sides
 from ..schedule import Schedule
 from ..schedules.costs import Costs
-from ..stage import Engine, Stage, as_stage, settled, trusted
+from ..stage import Engine, Stage, as_stage, with_defaults, without_unsafe_compilers
 from .calls import RESERVED, Call
 from .derived import nested
 from .feed import Feeder, Weighted, weighted
@@ -50,12 +50,12 @@ class Pipeline:
     ):  # fmt: skip
         self.overlap = Overlap.of(overlap)
         self.copies, self.shares, self._met = copies, None if copies is None else Shares(copies), False
-        self.loss = loss if loss is None or engine == "trace" else settled(as_stage(loss), engine)
+        self.loss = loss if loss is None or engine == "trace" else with_defaults(as_stage(loss), engine)
         self.microbatches, self.group = microbatches, group
         self.reduction, self.seed, self.outputs, self.accumulate = reduction, seed, outputs, accumulate
         made = [as_stage(stage) for stage in stages]
-        self.functions = trusted(
-            [settled(stage, engine, compile) for stage in made], map(group.device, group.here), stacklevel=3
+        self.functions = without_unsafe_compilers(
+            [with_defaults(stage, engine, compile) for stage in made], map(group.device, group.here), stacklevel=3
         )
         self.stages = len(made)
         self.frozen = (*frozen, *(f"{s}.{p}" for s, stage in enumerate(made) for p in stage.frozen))

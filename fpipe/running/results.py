@@ -177,10 +177,7 @@ class Results:
                 specs = tuple(spec_of(a) for j in indices if (a := loss.y_avals[j]) is not None)
                 made = self.group.share(None if made is None else tuple(made), specs, rank)
             assert made is not None
-            leaves = [loss.y_static.get(j) for j in range(len(loss.ys))]
-            for j, value in zip(indices, made, strict=True):
-                leaves[j] = value
-            out.append(tree.unflatten(loss.y_spec, leaves)[1])
+            out.append(loss.outputs.y.fill(made)[1])
         return out
 
     # ---- outputs ------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import TransformError
-from ..programs._functorch import wrapped
+from ..programs.functorch import wrapped
 from ..tree import NAMESPACE, Spec, Tree, is_floating, names, tree_map
 from . import _foreach as F
 

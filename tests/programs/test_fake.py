@@ -12,17 +12,21 @@ from torch import fx
 from torch.utils.checkpoint import checkpoint
 
 from fpipe.errors import ActionError, TraceError
-from fpipe.programs import _fake, _purity
+from fpipe.programs import fake, graphs
+from fpipe.programs.batch_norm import spell_out
+from fpipe.programs.explain import explain, where
+from fpipe.programs.internals import mutates, operator_of
+from fpipe.programs.purity import pure_on_fakes
 from fpipe.tree import Aval
 
 
 def traced(fn, *shapes: tuple[int, ...]) -> fx.GraphModule:
-    with _fake.mode() as mode:
+    with fake.mode() as mode:
         fakes = [torch.empty(shape) for shape in shapes]
         with mode:
-            graph = _fake.make_graph(fn, fakes)
-    _fake.name_inputs(graph, [f"x{i}" for i in range(len(shapes))])
-    _fake.clean(graph)
+            graph = fake.make_graph(fn, fakes)
+    graphs.name_inputs(graph, [f"x{i}" for i in range(len(shapes))])
+    graphs.clean(graph)
     return graph
 
 
@@ -37,7 +41,7 @@ def test_writes_become_values():
         return (h,)
 
     graph = traced(writes, (2, 3))
-    assert not any(_fake._writes(node) for node in graph.graph.nodes)
+    assert not any(op is not None and mutates(op) for op in map(operator_of, graph.graph.nodes))
     x = torch.randn(2, 3)
     assert torch.equal(graph(x)[0], writes(x)[0])
 
@@ -62,14 +66,14 @@ def test_marks_are_carried_through_functionalization():
 
     graph = traced(marked, (2, 3))
     found = {
-        node.target._opname: _fake.region(node, "mark") for node in graph.graph.nodes if node.op == "call_function"
+        node.target._opname: graphs.annotation(node, "mark") for node in graph.graph.nodes if node.op == "call_function"
     }
     assert found["exp"] == "here" and found["add"] is None
 
 
 def test_views_lie_in_one_memory():
     graph = traced(lambda x: (x.view(-1), (x * 2).t(), x + 1), (2, 3))
-    memory = _fake.memory(graph.graph.nodes)
+    memory = graphs.memory(graph.graph.nodes)
     assert memory["view"].root == "x0" and memory["view"].given
     assert memory["t"].root == "mul" and not memory["t"].given and memory["t"].nbytes == 24
     assert memory["add"].root == "add"
@@ -77,11 +81,11 @@ def test_views_lie_in_one_memory():
 
 def test_a_fake_run_changes_nothing_and_is_quiet(caplog: pytest.LogCaptureFixture):
     real = torch.ones(3)
-    with caplog.at_level(logging.DEBUG), _fake.quiet(), _fake.mode():
+    with caplog.at_level(logging.DEBUG), fake.quiet(), fake.mode():
         with pytest.raises(RuntimeError, match="broadcast"):
             torch.empty(2) + torch.empty(3)
         assert (torch.empty(3) + real).shape == (3,)
-        with _purity.watching("stage"), pytest.raises(TraceError, match="closes over"):
+        with pure_on_fakes("stage"), pytest.raises(TraceError, match="closes over"):
             real.add_(torch.empty(3))
     assert torch.equal(real, torch.ones(3)) and not caplog.records
 
@@ -89,14 +93,14 @@ def test_a_fake_run_changes_nothing_and_is_quiet(caplog: pytest.LogCaptureFixtur
 def test_batch_norm_keeps_no_secrets():
     """Its kernels write into running statistics that their schemas declare as plain inputs."""
     schema = torch.ops.aten.native_batch_norm.default._schema
-    assert not schema.is_mutable, "torch has mended this: _purity.spell_out can go"
+    assert not schema.is_mutable, "torch declares the writes now: batch_norm.spell_out can go"
 
     def norm(x, mean, var):
         y = torch.nn.functional.batch_norm(x, mean, var, training=True)
         return y, mean, var
 
     graph = traced(norm, (4, 3), (3,), (3,))
-    _purity.spell_out(graph)
+    spell_out(graph)
     graph.recompile()
     x, mean, var = torch.randn(4, 3), torch.zeros(3), torch.ones(3)
     y, new_mean, new_var = graph(x, mean, var)
@@ -106,8 +110,8 @@ def test_batch_norm_keeps_no_secrets():
 
 def test_avals_are_built_as_they_were():
     strided = torch.randn(4, 6).t()[::2]
-    with _fake.mode():
-        made = _fake.empty(Aval.like(strided, grad=True))
+    with fake.mode():
+        made = fake.empty(Aval.like(strided, grad=True))
     assert (made.shape, made.stride(), made.dtype, made.requires_grad) == (
         (3, 4),
         strided.stride(),
@@ -118,11 +122,11 @@ def test_avals_are_built_as_they_were():
 
 def test_errors_are_told_apart():
     def told(fn) -> Exception:
-        with _fake.quiet(), _fake.mode():
+        with fake.quiet(), fake.mode():
             try:
                 fn(torch.empty(2, 2))
             except Exception as error:
-                return _fake.explain(error, "f", "(...)")
+                return explain(error, "f", "(...)")
         raise AssertionError
 
     assert isinstance(told(lambda x: bool(x.sum() > 0)), TraceError)
@@ -139,4 +143,4 @@ def test_a_users_file_in_a_folder_called_fpipe_is_the_users(tmp_path: Path):
     exec(compile("def stage(p, x):\n    raise KeyError(p)\n", str(file), "exec"), names)
     with pytest.raises(KeyError) as caught:
         checkpoint(names["stage"], 1, torch.ones(1), use_reentrant=False)
-    assert f" at {file}:2 " in _fake.where(caught.value)
+    assert f" at {file}:2 " in where(caught.value)

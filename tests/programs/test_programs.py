@@ -19,8 +19,7 @@ from torch import Tensor
 import fpipe
 from common import Count
 from fpipe import trace
-from fpipe.programs import trace_cache as traces
-from fpipe.programs import tracing
+from fpipe.programs import joint, trace_cache
 from fpipe.programs.stage_programs import Programs
 
 torch.manual_seed(0)
@@ -562,8 +561,8 @@ def test_numbers_are_part_of_the_signature():
 
 
 def test_a_number_that_never_stays_is_told_and_its_traces_do_not_pile_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(traces, "ALIKE", 3)
-    monkeypatch.setattr(traces, "KEPT", 4)
+    monkeypatch.setattr(trace_cache, "ALIKE", 3)
+    monkeypatch.setattr(trace_cache, "KEPT", 4)
     fn = lambda p, x, *, heat: x @ p * heat
     made = [trace(fn, EYE, X, heat=heat) for heat in (1.0, 0.9)]
     with pytest.warns(UserWarning, match=r"3 times.*side inputs.*last 1.0, 0.9, 0.8.*as a tensor"):
@@ -574,7 +573,7 @@ def test_a_number_that_never_stays_is_told_and_its_traces_do_not_pile_up(monkeyp
 
 
 def test_many_shapes_are_no_reason_to_speak_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(traces, "ALIKE", 3)
+    monkeypatch.setattr(trace_cache, "ALIKE", 3)
     fn = lambda p, x, *, layer: x @ p * layer
     for rows in (1, 2, 3, 4, 5):
         trace(fn, EYE, X[:1].expand(rows, 3).contiguous(), layer=1)
@@ -686,7 +685,7 @@ def test_views_there_and_back_are_left_out_in_the_same_bits(name: str, monkeypat
     p = {"up": torch.randn(8, 4), "b": torch.randn(8), "down": torch.randn(4, 8)}
     x = torch.randn(2, 3, 4)
     own = trace(lambda p, x: stage(p, x), p, x)
-    monkeypatch.setattr(tracing, "shorten", lambda graph: None)
+    monkeypatch.setattr(joint, "simplify", lambda graph: None)
     plain = trace(lambda p, x: stage(p, x), p, x)
     count = lambda programs: sum("shape(" in line for q in (programs.f, programs.b) for line in q.code.splitlines())
     assert count(own) < count(plain)

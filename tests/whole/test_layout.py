@@ -80,12 +80,13 @@ PRIVATE_TORCH = {
     "interop.fsdp": {"_version"},
     "interop.huggingface": {"_experts_implementation"},
     "plans.weaving.estimates": {"_c10d_functional", "_unsafe_view"},
-    "programs._fake": {"_subclasses", "_ops", "_schema", "_cdata"},
-    "programs._functorch": {"_C", "_functorch", "_are_functorch_transforms_active"},
-    "programs._marks": {"_get_sequence_nr", "_sequence_nr"},
-    "programs._purity": {"_subclasses", "_ops", "_python_dispatch", "_opname", "_schema", "_cdata"},
-    "programs.eager._nodes": {"_raw_saved_", "_version", "_input_metadata", "_cdata"},
-    "programs.program": {"_ops", "_op", "_opname", "_overloadname", "_schema", "_default"},
+    "programs.fake": {"_subclasses"},
+    "programs.functorch": {"_C", "_functorch", "_are_functorch_transforms_active"},
+    "programs.internals": {
+        "_ops", "_op", "_opname", "_schema", "_cdata", "_raw_saved_", "_version", "_input_metadata",
+    },
+    "programs.marks": {"_get_sequence_nr", "_sequence_nr"},
+    "programs.purity": {"_python_dispatch"},
     "running.debugging": {"_opname"},
 }  # fmt: skip
 PRIVATE_FILE_LINES = 250

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import WeaveError
+from ...programs.graphs import Held
 from ...programs.program import Program
-from ...programs.stage_programs import Held, Programs
+from ...programs.stage_programs import Programs
 from ...schedules.actions import Action, AnyAction
 from ..keys import CALLERS, BatchLeaf, Key, inputs
 from ..plan import Step
@@ -245,9 +246,8 @@ def _joined(mains: Sequence[tuple[Action, Programs, Program]], own: Callable[...
 
     names = [(f"{k}.{name}" for name in program.inputs) for k, program in enumerate(programs)]
     outputs = [f"{k}.{name}" for k, program in enumerate(programs) for name in program.outputs]
-    joint = Program("F", "", run, [n for each in names for n in each], outputs, random=programs[0].random)
-    joint.label = f"with {mains[1][0]}"
-    return joint
+    inputs = tuple(n for each in names for n in each)
+    return Program("F", "", run, inputs, tuple(outputs), random=programs[0].random, label=f"with {mains[1][0]}")
 
 
 def _memory(mains: Sequence[tuple[Action, Programs, Program]]) -> Iterator[tuple[str, Held]]:

@@ -12,11 +12,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from torch import fx
 
-from ...programs._fake import region
-from ...programs._marks import MARK, marked
+from ...programs.graphs import annotation
+from ...programs.marks import MARK, marked
 from ...programs.program import Program, draws
 from ...programs.stage_programs import Programs
 from .estimates import Collective, nanoseconds, started, waited
@@ -60,6 +61,10 @@ class Segment:
     nanoseconds: int
 
 
+#: The segments of each stage's programs, coarse and fine, as long as the programs live.
+_SEGMENTS: WeakKeyDictionary[Programs, dict[tuple[Program, bool], tuple[Segment, ...]]] = WeakKeyDictionary()
+
+
 class _Key(NamedTuple):
     loose: bool
     phase: int  # how many waits it hangs on, one after another
@@ -71,11 +76,11 @@ def segments_of(own: Programs, program: Program, coarse: bool = False) -> tuple[
 
     ``coarse`` ones are two at most: what others wait for, and of a backward what nobody waits for.
     """
-    key = -id(program) if coarse else id(program)
-    found = own.segments.get(key)
-    if found is None:
-        found = own.segments[key] = tuple(_cut(own, program, coarse))
-    return found
+    cached = _SEGMENTS.setdefault(own, {})
+    key = program, coarse
+    if key not in cached:
+        cached[key] = tuple(_cut(own, program, coarse))
+    return cached[key]
 
 
 def whole(program: Program) -> Segment:
@@ -183,7 +188,7 @@ def _item(node: fx.Node) -> bool:
 
 # ---- pieces ---------------------------------------------------------------------------------------------------------
 def _mark(node: fx.Node) -> str | None:
-    mark = region(node, MARK)
+    mark = annotation(node, MARK)
     return mark if isinstance(mark, str) else None
 
 
@@ -251,9 +256,9 @@ def _programs(
         inputs += [into for many in adds.values() for into in many]
         outputs = [n.name for n in piece if n.name in wanted]
         part = Program.from_nodes(program.name, piece, inputs, outputs, inside, adds)
-        part.label, part.numbers = names[index], numbers
-        if index in drawing and len(drawing) > 1:
-            part.stream = (index != drawing[0], index != drawing[-1])
+        several = index in drawing and len(drawing) > 1
+        stream = (index != drawing[0], index != drawing[-1]) if several else None
+        part = replace(part, label=names[index], numbers=numbers, stream=stream)
         starts = tuple(c for c in map(started, piece) if c is not None)
         yield Segment(names[index], part, keys[piece[0]].loose, starts, waits, sum(map(nanoseconds, piece)))
 

@@ -1,15 +1,15 @@
 """Splits the backward of a graph that autograd recorded into input gradients (I) and weight gradients (W).
 
-Where a node of the way to the inputs also leads to parameters, by edges of its own, the way forks: I stops there with
-the gradient that has arrived, W starts there and goes to the parameters alone. So autograd computes each part once, in
-its own order, with its own bits. After I, what W does not need is freed.
+Where a node on the path from the outputs to the inputs also has edges that lead to parameters alone, the path forks: I
+stores the gradient that arrives there, and W starts from it and goes to the parameters. So autograd computes each part
+once, in its order, with its bits. After I, what W does not need is freed.
 
-    loss ── linear ──── tanh ──── linear ──── x          I: the whole way, noting what arrives at the two forks
+    loss ── linear ──── tanh ──── linear ──── x          I: the whole path, storing what arrives at the two forks
                └─ w, b              └─ w, b              W: from each fork to its w and b
 
-A parameter whose ways cannot be told apart like that is computed in I: one used twice directly, one behind a custom
-Function (whose backward would run twice), one in a checkpointed region (which would be computed again twice). This
-module knows autograd's nodes alone: no stages, names or schedules.
+A parameter that cannot be separated like that is computed in I: one used twice directly, one behind a custom Function
+(whose backward would run twice), one in a checkpointed region (which would be recomputed twice). Knows autograd's nodes
+alone, no stages, names or schedules.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 
-from ._nodes import saved_handles
+from ..internals import saved_handles
 
 Grads: TypeAlias = dict[int, torch.Tensor | None]
 
@@ -33,7 +34,7 @@ _WHOLE = ("CppNode", "RnnLayer", "CudnnRnn", "MiopenRnn", "LstmCell", "GruCell",
 
 
 class Fork(NamedTuple):
-    """A node where ways to parameters part from the way to the inputs."""
+    """A node on the path to the inputs that also has edges to parameters alone."""
 
     node: Node
     ports: tuple[int, ...]  # its outputs that were used
@@ -42,11 +43,11 @@ class Fork(NamedTuple):
 
 @dataclass(frozen=True)
 class Survey:
-    """What a graph looks like.
+    """The parts of a graph.
 
-    ``forks`` are where W starts; ``late`` are the parameters that W gives, ``direct`` those of them that hang on a
-    fork without anything in between. ``passed`` are the nodes that I alone runs. ``ends`` are the ends of the graph
-    that depend on late parameters alone. ``foreign`` are leaves that nobody named.
+    ``forks`` are where W starts; ``late`` are the parameters whose gradients W computes, ``direct`` those of them next
+    to a fork. ``passed`` are the nodes that only I runs. ``ends`` are the ends of the graph that depend on late
+    parameters alone. ``foreign`` are leaves that are neither inputs nor parameters.
     """
 
     forks: tuple[Fork, ...]
@@ -59,7 +60,7 @@ class Survey:
 
 @dataclass
 class Kept:
-    """What W needs: the forks with what arrived there, ends with their cotangents, and the gradients made early."""
+    """What W needs: the forks with what arrived there, ends with their cotangents, and the gradients computed in I."""
 
     arrived: list[tuple[Fork, list[tuple[int, torch.Tensor]]]] = field(default_factory=list)
     ends: list[tuple[GradientEdge, torch.Tensor]] = field(default_factory=list)
@@ -68,12 +69,12 @@ class Kept:
     early: Grads = field(default_factory=dict)
 
 
-# ---- looking --------------------------------------------------------------------------------------------------------
+# ---- surveying -----------------------------------------------------------------------------------------------------
 
 
 def survey(ends: Sequence[GradientEdge], xs: Iterable[GradientEdge], ps: Mapping[int, GradientEdge],
            whole: bool = False) -> Survey:  # fmt: skip
-    """Look a graph over. ``whole`` makes every parameter an early one."""
+    """Find the forks of a graph. ``whole``: all parameters are computed in I."""
     marks = {edge.node: 1 for edge in xs}
     bits = {index: 2 << place for place, index in enumerate(ps)}
     marks |= {edge.node: bits[index] for index, edge in ps.items()}
@@ -103,7 +104,7 @@ def survey(ends: Sequence[GradientEdge], xs: Iterable[GradientEdge], ps: Mapping
 def _walk(
     ends: Sequence[GradientEdge], marks: Mapping[Node, int]
 ) -> tuple[dict[Node, Any], dict[Node, int], list[torch.Tensor]]:
-    """Every node with its next ones, and what it leads to: bit 0 the inputs, one bit for each parameter."""
+    """The next nodes of every node; what each leads to (bit 0: inputs, one bit per parameter); foreign leaves."""
     nexts: dict[Node, Any] = dict.fromkeys(marks, ())
     reach = dict(marks)
     foreign = []
@@ -135,8 +136,8 @@ def _walk(
 def _edges(ends: Sequence[GradientEdge], nexts: Mapping[Node, Any], reach: Mapping[Node, int]) -> tuple[
     dict[Node, dict[tuple[Node, int], None]], dict[Node, dict[int, None]], dict[Node, set[Node | None]]
 ]:  # fmt: skip
-    """By node of the way to the inputs, its edges that lead to parameters alone, and which of its outputs were used; by
-    node that leads to parameters alone, whence it is reached (``None``: it is an end of the graph)."""
+    """By node on the path to the inputs, its edges to parameters alone, and which of its outputs were used; by node
+    that leads to parameters alone, the nodes before it (``None``: it is an end of the graph)."""
     crossing: dict[Node, dict[tuple[Node, int], None]] = {}
     ports: dict[Node, dict[int, None]] = {}
     sources: dict[Node, set[Node | None]] = {}
@@ -170,7 +171,7 @@ def _early(reach: Mapping[Node, int], crossing: Mapping[Node, Any], sources: Map
             for m, _ in edges:
                 early |= reach[m]
     before = 0
-    while early != before:  # what lies behind a node that I runs is made in I, all of it
+    while early != before:  # all parameters behind a node that I runs are computed in I
         before = early
         for node in sources:
             if reach[node] & early:
@@ -179,12 +180,12 @@ def _early(reach: Mapping[Node, int], crossing: Mapping[Node, Any], sources: Map
 
 
 def _forked(sources: Iterable[Node | None], reach: Mapping[Node, int]) -> bool:
-    """Whether one of the nodes is on the way to the inputs, or is none."""
+    """Whether one of the nodes is on the path to the inputs, or is none."""
     return any(source is None or reach[source] & 1 for source in sources)
 
 
 def _at_once(node: Node) -> bool:
-    """Whether a node gives its gradients together, at a price that should be paid once."""
+    """Whether a node computes its gradients together, at a cost that should be paid once."""
     return isinstance(node, _FUNCTION) or any(word in type(node).__name__ for word in _WHOLE) or _hooked(node)
 
 
@@ -192,12 +193,12 @@ def _at_once(node: Node) -> bool:
 
 
 def _hooked(node: Node) -> bool:
-    """Whether the user's own hooks stand before what a node saved, as in a checkpointed region."""
+    """Whether the user set hooks on what a node saved, as in a checkpointed region."""
     return any(saved.unpack_hook is not None for saved in saved_handles(node))
 
 
 def saved_tensors(nodes: Iterable[Node]) -> Iterator[torch.Tensor]:
-    """What nodes hold, where no hooks of the user's stand before it."""
+    """The tensors that nodes saved, but for those on which the user set hooks."""
     for node in nodes:
         for saved in saved_handles(node):
             if saved.unpack_hook is None and isinstance(saved.data, torch.Tensor):
@@ -209,49 +210,42 @@ def all_nodes(ends: Sequence[GradientEdge]) -> tuple[Node, ...]:
     return tuple(_walk(ends, {})[0])
 
 
-class _Cell:
-    """A saved tensor, moved out of its node so that it can be freed while the node lives on."""
+def _movable(nodes: Iterable[Node]) -> list[list[Any]]:
+    """Move what nodes saved into cells, so that it can be freed while the nodes live on.
 
-    def __init__(self) -> None:
-        self.held: torch.Tensor | None = None
-        self.weak: weakref.ref[torch.Tensor] | None = None
-
-    def pack(self, tensor: torch.Tensor) -> None:
-        self.held = tensor
-
-    def once(self, _: None) -> torch.Tensor:
-        """Give the tensor away at its first use. The node that uses it holds it, and may ask again meanwhile."""
-        found = self.held
-        if found is None:
-            assert self.weak is not None
-            found = self.weak()
-            assert found is not None, "freed after I"
-            return found
-        self.held, self.weak = None, weakref.ref(found)
-        return found
-
-    def often(self, _: None) -> torch.Tensor:
-        """Give the tensor, as often as a custom Function asks for it."""
-        assert self.held is not None, "freed after I"
-        return self.held
-
-
-def _empty(nodes: Iterable[Node]) -> list[_Cell]:
-    """Move what nodes saved into cells; those of the cells returned must be emptied after use."""
-    cells = []
+    A C++ node takes a tensor at its first use and the cell forgets it; a custom Function may ask often, so its cells,
+    which are returned, must be emptied after use. A cell is a list of one tensor, or of a weak reference to it.
+    """
+    lasting = []
     for node in nodes:
-        own = isinstance(node, _FUNCTION)
+        custom = isinstance(node, _FUNCTION)
         for saved in saved_handles(node):
-            cell = _Cell()
+            cell: list[Any] = []
+            unpack = partial(_read if custom else _take, cell)
             try:
-                saved.register_hooks(cell.pack, cell.often if own else cell.once)
+                saved.register_hooks(cell.append, unpack)
             except RuntimeError as error:
                 if "inplace operation" in str(error):
                     raise
-                continue  # nothing saved there, or behind the user's own hooks
-            if own:
-                cells.append(cell)
-    return cells
+                continue  # nothing is saved there, or the user set hooks
+            if custom:
+                lasting.append(cell)
+    return lasting
+
+
+def _read(cell: list[Any], _: None) -> torch.Tensor:
+    assert cell, "freed after I"
+    return cell[0]
+
+
+def _take(cell: list[Any], _: None) -> torch.Tensor:
+    """The tensor, which the node that uses it holds from now on and may ask for again meanwhile."""
+    tensor = cell.pop()
+    if isinstance(tensor, weakref.ref):
+        tensor = tensor()
+    assert tensor is not None, "freed after I"
+    cell.append(weakref.ref(tensor))
+    return tensor
 
 
 # ---- computing ------------------------------------------------------------------------------------------------------
@@ -261,25 +255,25 @@ def both(
     ends: Sequence[tuple[GradientEdge, torch.Tensor]], xs: Mapping[int, GradientEdge], ps: Mapping[int, GradientEdge]
 ) -> tuple[Grads, Grads]:
     """All gradients at once; frees the graph."""
-    made = _grad(ends, [*xs.values(), *ps.values()], keep=False)
-    return dict(zip(xs, made, strict=False)), dict(zip(ps, made[len(xs) :], strict=True))
+    results = _grad(ends, [*xs.values(), *ps.values()], keep=False)
+    return dict(zip(xs, results, strict=False)), dict(zip(ps, results[len(xs) :], strict=True))
 
 
 def of_inputs(
     ends: Sequence[tuple[GradientEdge, torch.Tensor]], xs: Mapping[int, GradientEdge], ps: Mapping[int, GradientEdge],
     seen: Survey,
 ) -> tuple[Grads, Kept]:  # fmt: skip
-    """Gradients of the inputs, and what W needs for the rest."""
-    cells = _empty(seen.passed)
+    """Gradients of the inputs, and what W needs for the parameters."""
+    cells = _movable(seen.passed)
     early = {index: edge for index, edge in ps.items() if index not in seen.late}
     ports = [(fork, port) for fork in seen.forks for port in fork.ports]
     wanted = [*xs.values(), *early.values(), *(GradientEdge(fork.node, port) for fork, port in ports)]
-    made = _grad(ends, wanted, keep=bool(seen.late))
+    results = _grad(ends, wanted, keep=bool(seen.late))
     for cell in cells:
-        cell.held = None
+        cell.clear()
     n, m = len(xs), len(xs) + len(early)
     arrived: dict[Node, list[tuple[int, torch.Tensor]]] = {}
-    for (fork, port), gradient in zip(ports, made[m:], strict=True):
+    for (fork, port), gradient in zip(ports, results[m:], strict=True):
         if gradient is not None:
             arrived.setdefault(fork.node, []).append((port, gradient))
     kept = Kept(
@@ -287,9 +281,9 @@ def of_inputs(
         [ends[place] for place in seen.ends],
         {index: ps[index] for index in ps if index in seen.late},
         seen.direct,
-        dict(zip(early, made[n:m], strict=True)),
+        dict(zip(early, results[n:m], strict=True)),
     )
-    return dict(zip(xs, made[:n], strict=True)), kept
+    return dict(zip(xs, results[:n], strict=True)), kept
 
 
 def of_weights(kept: Kept) -> Grads:
@@ -299,15 +293,15 @@ def of_weights(kept: Kept) -> Grads:
     kept.arrived.reverse()
     while kept.arrived:
         fork, arrived = kept.arrived.pop()
-        made = _grad([(GradientEdge(fork.node, port), g) for port, g in arrived], fork.edges, keep=False)
+        results = _grad([(GradientEdge(fork.node, port), g) for port, g in arrived], fork.edges, keep=False)
         del arrived
-        for edge, gradient in zip(fork.edges, made, strict=True):
+        for edge, gradient in zip(fork.edges, results, strict=True):
             index = kept.direct.get(edge.node)
             if index is not None:
                 grads[index] = gradient
             elif gradient is not None:
                 below.append((edge, gradient))
-        del fork, made
+        del fork, results
     rest = {index: edge for index, edge in kept.leaves.items() if index not in grads}
     grads |= dict(zip(rest, _grad(below, list(rest.values()), keep=False), strict=True))
     return grads
@@ -320,19 +314,3 @@ def _grad(
         return [None] * len(wanted)
     edges, cotangents = zip(*ends, strict=True)
     return torch.autograd.grad(edges, wanted, cotangents, retain_graph=keep, allow_unused=True)
-
-
-__all__ = [
-    "Fork",
-    "GradientEdge",
-    "Grads",
-    "Kept",
-    "Survey",
-    "all_nodes",
-    "both",
-    "get_gradient_edge",
-    "of_inputs",
-    "of_weights",
-    "saved_tensors",
-    "survey",
-]  # fmt: skip

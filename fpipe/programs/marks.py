@@ -1,17 +1,18 @@
-"""Marks on parts of a function that its backward carries too.
+"""Names for parts of a function that its backward carries too.
 
-A forward operation is marked by torch's own annotation. The backward runs later, from autograd's nodes, which are
-numbered in the order in which they were made: what a mark's numbers enclose is its own. Knows no stage and no graph.
+A forward operation is annotated by torch. The backward runs later, from autograd's nodes, whose sequence numbers
+ascend in the order of their creation: the numbers between begin and end of a part are that part's. Knows no stages or
+graphs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 from torch.fx import traceback
 
 MARK = "fpipe_segment"
@@ -35,25 +36,25 @@ def collecting() -> Iterator[Marks]:
 def marked(name: str) -> Iterator[None]:
     """Mark what is computed inside."""
     marks = _MARKS.get()
-    first = _number()
+    first = _next_number()
     with traceback.annotate({MARK: name}):
         yield
     if marks is not None:
-        marks.append((first, _number(), name))
+        marks.append((first, _next_number(), name))
 
 
-def _number() -> int:
-    """That of the next of autograd's nodes."""
+def _next_number() -> int:
+    """The sequence number of the next of autograd's nodes."""
     return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
 
 @contextmanager
 def followed(ends: Sequence[torch.Tensor], marks: Marks) -> Iterator[None]:
-    """While the gradients of ``ends`` are traced, mark every backward operation as its forward was."""
+    """While the gradients of ``ends`` are traced, mark every backward operation like its forward operation."""
     if not marks:
         yield
         return
-    seen: set[Any] = set()
+    seen: set[Node] = set()
     stack = [end.grad_fn for end in ends]
     while stack:
         node = stack.pop()
@@ -61,20 +62,20 @@ def followed(ends: Sequence[torch.Tensor], marks: Marks) -> Iterator[None]:
             continue
         seen.add(node)
         number = node._sequence_nr()
-        name = next((name for first, stop, name in marks if first <= number < stop), None)
-        node.register_prehook(_setter(name))
+        node.register_prehook(_annotating(next((name for a, b, name in marks if a <= number < b), None)))
         stack += [upper for upper, _ in node.next_functions]
     try:
         yield
     finally:
+        _annotate(None)
+
+
+def _annotating(name: str | None) -> Callable[[object], None]:
+    return lambda grads: _annotate(name)
+
+
+def _annotate(name: str | None) -> None:
+    if name is None:
         traceback.current_meta.pop("custom", None)
-
-
-def _setter(name: str | None) -> Any:
-    def hook(grads: Any) -> None:
-        if name is None:
-            traceback.current_meta.pop("custom", None)
-        else:
-            traceback.current_meta["custom"] = {MARK: name}
-
-    return hook
+    else:
+        traceback.current_meta["custom"] = {MARK: name}
