@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import optree
 import torch
@@ -55,7 +55,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, p) or name.startswith(p + ".") or fnmatchcase(name, p + ".*") for p in patterns)
 
 
-def is_tensor(leaf: Any) -> bool:
+def is_tensor(leaf: object) -> TypeGuard[torch.Tensor]:
     """Whether a leaf is a tensor, which may be split, sent and differentiated."""
     return isinstance(leaf, torch.Tensor)
 
