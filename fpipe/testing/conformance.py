@@ -1,15 +1,15 @@
-"""What fpipe asks of a group, as a suite that any group can be put through.
+"""The requirements of fpipe on a group, as a suite of cases that covers every member of the protocol.
 
-A case is a generator per rank: it yields the works that it waits for, so that one suite serves ranks that share a
-process and ranks that have one each. Values tell the sender, the message and the place, so that a message that went
-astray is seen. Knows nothing of how a group is made.
+A case is a generator per rank: it yields the works that it waits for, so one suite serves ranks that share a process
+and ranks of several processes. Values encode sender, message and position, so that a misdirected message is detected.
+Only ``failed`` is not called: a group that failed stays failed. This module must not know how groups are created.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from ..collectives.wire import ALONE
 from ..errors import DeadlockError, GroupError, MismatchError, UnsupportedError
 from ..tree import Spec
 
-Case: TypeAlias = Callable[[Group, int], Generator[Work, Any, None]]
+Steps: TypeAlias = Generator[Work, tuple[Tensor, ...], None]
+Case: TypeAlias = Callable[[Group, int], Steps]
 
 DTYPES = (
     torch.float32,
@@ -37,18 +38,18 @@ DTYPES = (
     torch.int64,
     torch.complex64,
 )
-#: Numbers of elements at which an average was seen wrong somewhere, and some at which none was.
+#: Numbers of elements: those at which some backend computes a wrong average, and others.
 SIZES = (1, 2, 3, 4, 8, 16, 28, 30, 31, 32, 33, 48, 257)
 
 
 def conform(group: Group, cases: Sequence[Case] | None = None) -> list[str]:
-    """Put a group through the suite; every process of it must call this. The names of the cases, all passed.
+    """Run the suite on a group; every process of it must call this. Returns the names of the cases, all passed.
 
-    Raises AssertionError, or what the group raised, with a note that names the case.
+    Raises AssertionError, or the error of the group, with a note that names the case.
 
     >>> from fpipe.collectives.local import local
     >>> conform(local(3))[0]
-    'messages_keep_their_order'
+    'attributes_are_consistent'
     """
     names = []
     for case in CASES if cases is None else cases:
@@ -64,33 +65,48 @@ def conform(group: Group, cases: Sequence[Case] | None = None) -> list[str]:
     return names
 
 
-def _drive(parts: Sequence[Generator[Work, Any, None]]) -> None:
-    """Run the ranks of one process by turns; each goes on when the work it yielded is done."""
-    waiting: list[tuple[Generator[Work, Any, None], Work | None]] = [(part, None) for part in parts]
+def _drive(parts: Sequence[Steps]) -> None:
+    """Run the ranks of one process in turn; each continues when the work that it yielded is done."""
+    waiting: list[tuple[Steps, Work | None]] = [(part, None) for part in parts]
     while waiting:
-        moved, still = False, []
+        progress, remaining = False, []
         for part, work in waiting:
             if work is not None and len(parts) > 1 and not work.done():
-                still.append((part, work))
+                remaining.append((part, work))
                 continue
-            moved = True
+            progress = True
             with suppress(StopIteration):
-                still.append((part, part.send(None if work is None else work.wait())))
-        if not moved:
-            raise DeadlockError(f"{len(still)} ranks of one process wait, and none of their works is done")
-        waiting = still
+                remaining.append((part, next(part) if work is None else part.send(work.wait())))
+        if not progress:
+            raise DeadlockError(f"{len(remaining)} ranks of one process wait, and none of their works is done")
+        waiting = remaining
+
+
+def attributes_are_consistent(group: Group, rank: int) -> Steps:
+    """Ranks of this process, devices, the time-out, and the journal; without messages, ``reset`` changes nothing."""
+    assert isinstance(group, Group)
+    assert rank in group.here and set(group.here) <= set(range(group.size)) and list(group.here) == sorted(group.here)
+    assert group.timeout > 0 and isinstance(group.at_once, bool) and isinstance(group.strict, bool)
+    assert group.device(rank).type == group.device((rank + 1) % group.size).type
+    for note in ("0F1", "0B1"):
+        group.journal(rank, note)
+        assert group.last_note(rank) == note
+    for other in range(group.size):
+        assert isinstance(group.last_note(other), str)
+    group.reset()
+    yield from ()
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------
-def messages_keep_their_order(group: Group, rank: int) -> Generator[Work, Any, None]:
-    """The n-th receive gets the n-th send, with receives asked for ahead of need, between every pair, both ways."""
+def messages_keep_their_order(group: Group, rank: int) -> Steps:
+    """The n-th receive gets the n-th send, with receives requested ahead of need, between all pairs, both ways."""
     count = 6
 
     def message(src: int, dst: int, number: int) -> tuple[Tensor]:
         return (torch.arange(1 + number % 3, device=group.device(rank)) + 1000 * number + 100 * src + 10 * dst,)
 
     others = [other for other in range(group.size) if other != rank]
-    asked = {
+    requested = {
         other: [group.recv(_specs(message(other, rank, n)), other, rank) for n in range(count)] for other in others
     }
     sent = []
@@ -98,31 +114,31 @@ def messages_keep_their_order(group: Group, rank: int) -> Generator[Work, Any, N
         for other in others:
             sent.append(group.send(message(rank, other, number), rank, other))
     for other in reversed(others):
-        for number, work in enumerate(asked[other]):
-            (came,) = yield work
-            _equal(came, message(other, rank, number)[0], f"message {number} from rank {other}")
+        for number, work in enumerate(requested[other]):
+            (tensor,) = yield work
+            _equal(tensor, message(other, rank, number)[0], f"message {number} from rank {other}")
     for work in sent:
         assert (yield work) == ()
 
 
-def every_dtype_and_layout_arrives(group: Group, rank: int) -> Generator[Work, Any, None]:
-    """Bits, shapes and strides: permuted, sliced, expanded, empty and of no axes, in every dtype."""
+def every_dtype_and_layout_arrives(group: Group, rank: int) -> Steps:
+    """Bits, shapes and strides of permuted, sliced, expanded, empty and scalar tensors, in every dtype."""
     before, after = (rank - 1) % group.size, (rank + 1) % group.size
     for dtype in DTYPES:
         tensors = tuple(_layouts(dtype, rank, group.device(rank)))
         expected = tuple(_layouts(dtype, before, group.device(rank)))
         work = group.recv(_specs(expected), before, rank)
         sent = group.send(tensors, rank, after)
-        came = yield work
-        assert len(came) == len(expected)
-        for index, (got, wanted) in enumerate(zip(came, expected, strict=True)):
-            _equal(got, wanted, f"tensor {index} of {dtype}")
-            assert got.stride() == Spec.of(wanted).stride, f"tensor {index} of {dtype}: strides {got.stride()}"
+        received = yield work
+        assert len(received) == len(expected)
+        for index, (got, right) in enumerate(zip(received, expected, strict=True)):
+            _equal(got, right, f"tensor {index} of {dtype}")
+            assert got.stride() == Spec.of(right).stride, f"tensor {index} of {dtype}: strides {got.stride()}"
         yield sent
 
 
-def large_and_small_travel_together(group: Group, rank: int) -> Generator[Work, Any, None]:
-    """A message of large, small and empty tensors of several dtypes."""
+def large_and_small_travel_together(group: Group, rank: int) -> Steps:
+    """One message of large, small and empty tensors of several dtypes."""
     before, after = (rank - 1) % group.size, (rank + 1) % group.size
     device = group.device(rank)
 
@@ -133,14 +149,14 @@ def large_and_small_travel_together(group: Group, rank: int) -> Generator[Work, 
 
     work = group.recv(_specs(message(before)), before, rank)
     sent = group.send(message(rank), rank, after)
-    came = yield work
-    for got, wanted in zip(came, message(before), strict=True):
-        _equal(got, wanted, "a tensor of the message")
+    received = yield work
+    for got, right in zip(received, message(before), strict=True):
+        _equal(got, right, "a tensor of the message")
     yield sent
 
 
-def nothing_travels_too(group: Group, rank: int) -> Generator[Work, Any, None]:
-    """A message of no tensors, and one of none but empty ones."""
+def empty_messages_arrive(group: Group, rank: int) -> Steps:
+    """A message without tensors, and one of empty tensors."""
     before, after = (rank - 1) % group.size, (rank + 1) % group.size
     empty = (torch.zeros(0, 3, device=group.device(rank)),)
     works = [group.recv((), before, rank), group.recv(_specs(empty), before, rank)]
@@ -151,8 +167,8 @@ def nothing_travels_too(group: Group, rank: int) -> Generator[Work, Any, None]:
         assert (yield work) == ()
 
 
-def a_rank_sends_to_itself(group: Group, rank: int) -> Generator[Work, Any, None]:
-    """Handed over, in order."""
+def a_rank_sends_to_itself(group: Group, rank: int) -> Steps:
+    """Its messages arrive in order."""
     first = group.recv(_specs((torch.zeros(2),)), rank, rank)
     for number in range(2):
         group.send((torch.full((2,), float(number), device=group.device(rank)),), rank, rank)
@@ -161,8 +177,8 @@ def a_rank_sends_to_itself(group: Group, rank: int) -> Generator[Work, Any, None
     assert (yield second)[0].tolist() == [1, 1]
 
 
-def many_are_under_way(group: Group, rank: int) -> Generator[Work, Any, None]:
-    """More bytes sent to a slow receiver than a group may hold."""
+def many_are_under_way(group: Group, rank: int) -> Steps:
+    """More bytes are sent to a slow receiver than a group may buffer."""
     count, size = 40, 1 << 16
     if rank == 0:
         for number in range(count):
@@ -171,16 +187,16 @@ def many_are_under_way(group: Group, rank: int) -> Generator[Work, Any, None]:
         return
     works = [group.recv((Spec((size,), (1,), torch.uint8),), 0, rank) for _ in range(count)]
     for number, work in enumerate(works):
-        (came,) = yield work
-        assert bool((came == number).all()), f"message {number} came changed"
+        (tensor,) = yield work
+        assert bool((tensor == number).all()), f"message {number} was changed"
 
 
-def what_does_not_fit_is_not_sent(group: Group, rank: int) -> Generator[Work, Any, None]:
-    """A tensor of another shape or dtype than was planned is refused, and the group goes on."""
+def mismatches_are_not_sent(group: Group, rank: int) -> Steps:
+    """A tensor of another shape or dtype than planned is refused, and the group stays usable."""
     before, after = (rank - 1) % group.size, (rank + 1) % group.size
     planned = _specs((torch.zeros(4),))
     work = group.recv(planned, before, rank)
-    if group.size > len(group.here):  # in one process the receiver looks
+    if group.size > len(group.here):  # in one process the receiver checks
         for wrong in (torch.zeros(5), torch.zeros(4, dtype=torch.float64), torch.zeros(2, 2)):
             _raises(MismatchError, lambda wrong=wrong: group.send((wrong,), rank, after, planned))
         _raises(MismatchError, lambda: group.send((), rank, after, planned))
@@ -189,45 +205,92 @@ def what_does_not_fit_is_not_sent(group: Group, rank: int) -> Generator[Work, An
     yield sent
 
 
+def endpoints_carry_a_plan(group: Group, rank: int) -> Steps:
+    """Endpoints as a plan uses them, up the ranks and down again: in order with ``send`` and ``recv`` of the channel,
+    for single tensors and several; a message of another shape is refused."""
+    single = _specs((torch.zeros(3),))
+    several = _specs((torch.zeros(2, 2), torch.zeros(1, dtype=torch.int64)))
+    forms = (single, single, several, single)
+
+    def message(src: int, number: int) -> tuple[Tensor, ...]:
+        value = 100.0 * src + number
+        return tuple(torch.full(spec.shape, value, device=group.device(rank)).to(spec.dtype) for spec in forms[number])
+
+    for step in (1, -1):
+        before, after = rank - step, rank + step
+        if 0 <= before < group.size:
+            for number, specs in enumerate(forms):
+                receiver = group.receiver(before, rank, specs)
+                tensor = receiver.fetch() if receiver.fetch is not None else None
+                received = (tensor,) if tensor is not None else (yield receiver.post())
+                for got, right in zip(received, message(before, number), strict=True):
+                    _equal(got, right, f"message {number} of rank {before}")
+            _equal((yield group.recv(single, before, rank))[0], message(before, 0)[0], "the message of send")
+        if 0 <= after < group.size:
+            for number, specs in enumerate(forms):
+                send = group.sender(rank, after, specs)
+                if len(group.here) < group.size:
+                    _raises(MismatchError, lambda send=send: send((torch.zeros(7),)))
+                send(message(rank, number))
+            group.send(message(rank, 0), rank, after)
+
+
+def sends_are_settled(group: Group, rank: int) -> Steps:
+    """What was received may be settled; a send ``at_once`` is done when it returns."""
+    spec = _specs((torch.zeros(2),))
+    message = (torch.ones(2, device=group.device(rank)),)
+    if rank == 0:
+        for other in range(1, group.size):
+            works = [group.send(message, 0, other, spec) for _ in range(3)]
+            assert not group.at_once or all(work.done() for work in works)
+            yield group.recv(spec, other, 0)
+            group.settle(other, 2)
+        group.flush()
+        return
+    for _ in range(3):
+        yield group.recv(spec, 0, rank)
+    yield group.send(message, rank, 0, spec)
+
+
 # ---- all ranks ------------------------------------------------------------------------------------------------------
-def every_rank_can_share(group: Group, rank: int) -> Generator[Work, Any, None]:
-    """What rank ``src`` has, everybody has after."""
+def every_rank_can_share(group: Group, rank: int) -> Steps:
+    """The tensors of rank ``src`` arrive at all ranks."""
     if rank != group.here[0]:
         return
     for src in range(group.size):
         device = group.device(rank)
         tensors = (torch.arange(5, device=device) + src, torch.full((2, 3), src, dtype=torch.bfloat16, device=device).T)
-        found = group.share(tensors if src in group.here else None, _specs(tensors), src)
-        for got, wanted in zip(found, tensors, strict=True):
-            _equal(got, wanted, f"what rank {src} shared")
+        received = group.share(tensors if src in group.here else None, _specs(tensors), src)
+        for got, right in zip(received, tensors, strict=True):
+            _equal(got, right, f"a tensor shared by rank {src}")
     yield from ()
 
 
-def objects_are_gathered(group: Group, rank: int) -> Generator[Work, Any, None]:
-    """By rank, several times; the ranks of one process speak as one."""
+def objects_are_gathered(group: Group, rank: int) -> Steps:
+    """By rank, several times; the ranks of one process contribute one object."""
     if rank != group.here[0]:
         return
     for number in range(4):
-        heads = [found["head"] for found in group.gather_objects({"head": group.here[0], "number": number})]
+        heads = [each["head"] for each in group.gather_objects({"head": group.here[0], "number": number})]
         expected = [group.here[0]] * group.size if len(group.here) == group.size else list(range(group.size))
         assert heads == expected, heads
     yield from ()
 
 
-def reductions_are_right(group: Group, rank: int) -> Generator[Work, Any, None]:
-    """Sum, mean, max and min at sizes and dtypes that are known to go wrong somewhere; the argument is left alone."""
+def reductions_are_right(group: Group, rank: int) -> Steps:
+    """Sum, mean, max and min at sizes and dtypes that some backend computes wrongly; the argument is not changed."""
     if rank != group.here[0]:
         return
     ranks = _processes(group)
     for size in SIZES:
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.int16):
             _reduce_all(group, rank, ranks, size, dtype)
-    for op, wanted in (("sum", any), ("max", any), ("min", all)):
-        mine = torch.tensor([rank == 0, True, False], device=group.device(rank))
-        found = group.all_reduce(mine, op)
-        assert found.dtype == torch.bool
-        truth = [wanted(other == 0 for other in ranks), True, False]
-        assert found.tolist() == truth, f"{op} of bools: {found.tolist()}"
+    for op, rule in (("sum", any), ("max", any), ("min", all)):
+        bools = torch.tensor([rank == 0, True, False], device=group.device(rank))
+        result = group.all_reduce(bools, op)
+        assert result.dtype == torch.bool
+        right = [rule(other == 0 for other in ranks), True, False]
+        assert result.tolist() == right, f"{op} of bools: {result.tolist()}"
     scalar = group.all_reduce(torch.tensor(float(rank + 1), device=group.device(rank)), "mean")
     assert scalar.shape == () and scalar.item() == sum(other + 1 for other in ranks) / len(ranks)
     yield from ()
@@ -239,19 +302,19 @@ def _reduce_all(group: Group, rank: int, ranks: list[int], size: int, dtype: tor
         return (start - 2 - 3 * other).to(dtype)
 
     pieces = torch.stack([values(other).double() for other in ranks])
-    wanted = {"sum": pieces.sum(0), "max": pieces.amax(0), "min": pieces.amin(0)}
+    results = {"sum": pieces.sum(0), "max": pieces.amax(0), "min": pieces.amin(0)}
     if dtype.is_floating_point:
-        wanted["mean"] = pieces.mean(0)
-    for op, truth in wanted.items():
-        mine = values(rank)
-        found = group.all_reduce(mine, op)
-        # every value and every sum is exact in bfloat16 but a mean over 3 or 5: compare after rounding
-        assert torch.equal(found, truth.to(dtype)), f"{op} of {size} {dtype}: {found.tolist()}"
-        assert torch.equal(mine, values(rank)), f"{op} changed its argument"
+        results["mean"] = pieces.mean(0)
+    for op, right in results.items():
+        argument = values(rank)
+        result = group.all_reduce(argument, op)
+        # every value and every sum is exact in bfloat16; a mean over 3 or 5 is not: compare after rounding
+        assert torch.equal(result, right.to(dtype)), f"{op} of {size} {dtype}: {result.tolist()}"
+        assert torch.equal(argument, values(rank)), f"{op} changed its argument"
 
 
-def collectives_under_way(group: Group, rank: int) -> Generator[Work, Any, None]:
-    """Sums and gathers begun together, of every size and dtype, waited for in another order."""
+def started_collectives_are_right(group: Group, rank: int) -> Steps:
+    """Sums and gathers started together, of several sizes and dtypes, and waited for in another order."""
     if rank != group.here[0]:
         return
     ranks, device = _processes(group), group.device(rank)
@@ -267,17 +330,17 @@ def collectives_under_way(group: Group, rank: int) -> Generator[Work, Any, None]
                 group.start_gather(whole),
                 group.start_reduce(values[me].clone(), scatter=True),
             ]
-            (part,), (found,), (summed,) = [work.wait() for work in reversed(works)]
+            (part,), (gathered,), (summed,) = [work.wait() for work in reversed(works)]
             _equal(summed, total.to(dtype), f"the sum of {each} {dtype}")
             _equal(part, total.to(dtype)[me * each :][:each], f"part {me} of the sum of {each} {dtype}")
-            wanted = torch.cat([values[other][other * each :][:each] for other in range(size)])
-            _equal(found, wanted, f"what was gathered of {each} {dtype}")
+            right = torch.cat([values[other][other * each :][:each] for other in range(size)])
+            _equal(gathered, right, f"the gathered parts of {each} {dtype}")
     _raises(MismatchError, lambda: group.start_gather(torch.ones(1, size)))
     yield from ()
 
 
-def what_has_no_answer_is_refused(group: Group, rank: int) -> Generator[Work, Any, None]:
-    """A mean of integers, an order of complex numbers, an operation that is none."""
+def undefined_reductions_are_refused(group: Group, rank: int) -> Steps:
+    """A mean of integers, a maximum of complex numbers, an unknown reduction, a share without tensors."""
     if rank == group.here[0] and len(group.here) < group.size:
         _raises(UnsupportedError, lambda: group.all_reduce(torch.tensor([1, 2]), "mean"))
         _raises(UnsupportedError, lambda: group.all_reduce(torch.tensor([1j]), "max"))
@@ -288,18 +351,21 @@ def what_has_no_answer_is_refused(group: Group, rank: int) -> Generator[Work, An
 
 
 CASES: tuple[Case, ...] = (
+    attributes_are_consistent,
     messages_keep_their_order,
     every_dtype_and_layout_arrives,
     large_and_small_travel_together,
-    nothing_travels_too,
+    empty_messages_arrive,
     a_rank_sends_to_itself,
     many_are_under_way,
-    what_does_not_fit_is_not_sent,
+    mismatches_are_not_sent,
+    endpoints_carry_a_plan,
+    sends_are_settled,
     every_rank_can_share,
     objects_are_gathered,
     reductions_are_right,
-    collectives_under_way,
-    what_has_no_answer_is_refused,
+    started_collectives_are_right,
+    undefined_reductions_are_refused,
 )
 
 
@@ -325,9 +391,9 @@ def _layouts(dtype: torch.dtype, seed: int, device: torch.device) -> Iterator[Te
     yield x[:0]
 
 
-def _equal(got: Tensor, wanted: Tensor, what: str) -> None:
-    same = got.dtype == wanted.dtype and got.shape == wanted.shape and torch.equal(_bits(got), _bits(wanted))
-    assert same, f"{what} came as {got}, not as {wanted}"
+def _equal(got: Tensor, right: Tensor, what: str) -> None:
+    same = got.dtype == right.dtype and got.shape == right.shape and torch.equal(_bits(got), _bits(right))
+    assert same, f"{what} arrived as {got}, not as {right}"
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -52,10 +52,12 @@ def test_fakes_conform(ranks: int, order: str):
         ("contiguous", "every_dtype_and_layout_arrives"),
         ("sum_for_max", "reductions_are_right"),
         ("first_only", "every_dtype_and_layout_arrives"),
+        ("doubled", "endpoints_carry_a_plan"),
+        ("forgetful", "attributes_are_consistent"),
     ],
 )
-def test_the_suite_sees_a_broken_group(monkeypatch: pytest.MonkeyPatch, broken: str, case: str):
-    """A suite that passes everything is worth nothing."""
+def test_the_suite_detects_a_broken_group(monkeypatch: pytest.MonkeyPatch, broken: str, case: str):
+    """A suite that passes every group is useless."""
     group = local(2)
     send = LocalGroup.send
     if broken == "swapped":
@@ -69,11 +71,29 @@ def test_the_suite_sees_a_broken_group(monkeypatch: pytest.MonkeyPatch, broken: 
         monkeypatch.setattr("fpipe.collectives.local.lay_out", lambda tensor, spec: tensor)
     elif broken == "sum_for_max":
         monkeypatch.setattr(LocalGroup, "all_reduce", lambda self, x, op="sum": x * 2 if op == "max" else x)
-    else:
+    elif broken == "first_only":
         monkeypatch.setattr(LocalGroup, "send", lambda self, t, src, dst, specs=None: send(self, t[:1], src, dst))
-    with pytest.raises((AssertionError, GroupError)) as told:
+    elif broken == "doubled":
+
+        def sender(self, src, dst, specs):
+            return lambda tensors: send(self, tuple(2 * t for t in tensors), src, dst)
+
+        monkeypatch.setattr(LocalGroup, "sender", sender)
+    else:
+        monkeypatch.setattr(LocalGroup, "last_note", lambda self, rank: "")
+    with pytest.raises((AssertionError, GroupError)) as raised:
         conform(group)
-    assert case in "".join(told.value.__notes__)
+    assert case in "".join(raised.value.__notes__)
+
+
+def test_reset_drops_messages_that_were_not_received():
+    group = local(2)
+    group.send((torch.zeros(2),), 0, 1)
+    group.recv(ONE, 1, 0)
+    group.reset()
+    group.send((torch.ones(2),), 0, 1)
+    assert group.recv(ONE, 0, 1).wait()[0].tolist() == [1, 1]
+    assert not group.recv(ONE, 1, 0).done()
 
 
 # ---- the world ------------------------------------------------------------------------------------------------------
