@@ -22,21 +22,13 @@ from ..tree import Spec
 Steps: TypeAlias = Generator[Work, tuple[Tensor, ...], None]
 Case: TypeAlias = Callable[[Group, int], Steps]
 
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.uint16,
-    torch.int32,
-    torch.int64,
-    torch.complex64,
+DTYPES = tuple(
+    getattr(torch, name)
+    for names in (
+        "float32 float64 bfloat16 float16 float8_e4m3fn float8_e5m2 complex64",
+        "bool uint8 int8 int16 uint16 int32 int64",
+    )
+    for name in names.split()
 )
 #: Numbers of elements: those at which some backend computes a wrong average, and others.
 SIZES = (1, 2, 3, 4, 8, 16, 28, 30, 31, 32, 33, 48, 257)
