@@ -22,14 +22,8 @@ from ..tree import Spec
 Steps: TypeAlias = Generator[Work, tuple[Tensor, ...], None]
 Case: TypeAlias = Callable[[Group, int], Steps]
 
-DTYPES = tuple(
-    getattr(torch, name)
-    for names in (
-        "float32 float64 bfloat16 float16 float8_e4m3fn float8_e5m2 complex64",
-        "bool uint8 int8 int16 uint16 int32 int64",
-    )
-    for name in names.split()
-)
+_FLOATS = "float32 float64 bfloat16 float16 float8_e4m3fn float8_e5m2 complex64"
+DTYPES = tuple(getattr(torch, name) for name in f"{_FLOATS} bool uint8 int8 int16 uint16 int32 int64".split())
 #: Numbers of elements: those at which some backend computes a wrong average, and others.
 SIZES = (1, 2, 3, 4, 8, 16, 28, 30, 31, 32, 33, 48, 257)
 
