@@ -1,7 +1,6 @@
-"""``fpipe doctor``: what this machine is, what its backend does wrong, and what fpipe does about it, in words.
+"""``fpipe doctor``: describe this machine, probe its backend for known faults, and list the remedies of fpipe.
 
-Two processes ask the backend raw questions whose answers show each known fault; what comes out is set beside the
-capability table. Knows no pipeline.
+Two processes call the backend directly; the results are compared with the capability table. Knows no pipeline.
 """
 
 from __future__ import annotations
@@ -40,30 +39,30 @@ _PATIENCE = timedelta(seconds=10)
 
 @dataclass(frozen=True)
 class Finding:
-    """One question to a backend: the fact of the table that it tries, and what came of it ("right", or in words)."""
+    """The result of one probe: the fact of the table that it tests, and "right" or a description of the fault."""
 
     what: str
     dtypes: str
-    said: str
+    result: str
 
     def beside(self, can: Capabilities) -> str:
-        """What the table says of it."""
+        """The status in the table."""
         return can.fact(self.what, DTYPES[self.dtypes][0] if self.dtypes else None).status.value
 
     def surprises(self, can: Capabilities) -> bool:
-        """Whether the table trusts the backend with what it did not do."""
-        return self.said != "right" and self.beside(can) == Status.NATIVE.value
+        """Whether the table calls native what failed."""
+        return self.result != "right" and self.beside(can) == Status.NATIVE.value
 
 
 def probe(group: C10dGroup) -> list[Finding]:
-    """Ask the backend, past fpipe's adaptors; every process must call this. The same findings everywhere."""
+    """Probe the backend without fpipe's adaptors. A collective call, with the same findings on every process."""
     mine = [Finding(what, dtypes, _answer(ask, group)) for what, dtypes, ask in _questions(group.size)]
     every = group.gather_objects(mine)
-    found = []
+    findings = []
     for place, finding in enumerate(mine):
-        bad = [theirs[place].said for theirs in every if theirs[place].said != "right"]
-        found.append(Finding(finding.what, finding.dtypes, bad[0] if bad else "right"))
-    return found
+        bad = [theirs[place].result for theirs in every if theirs[place].result != "right"]
+        findings.append(Finding(finding.what, finding.dtypes, bad[0] if bad else "right"))
+    return findings
 
 
 def _answer(ask: Callable[[C10dGroup], str], group: C10dGroup) -> str:
@@ -102,7 +101,7 @@ def _reduced(group: C10dGroup, name: str, dtype: torch.dtype) -> str:
 
 
 def _sent(group: C10dGroup, dtype: torch.dtype) -> str:
-    """From the even ranks to their neighbours above, one message."""
+    """One message from each even rank to the next."""
     device, even = group.device(group.rank), group.rank % 2 == 0
     values = torch.arange(5) % 2
     x = (values != 0 if dtype is torch.bool else values.float().to(dtype)).to(device)
@@ -111,12 +110,12 @@ def _sent(group: C10dGroup, dtype: torch.dtype) -> str:
     elif not even:
         y = torch.empty_like(x)
         group.pg.recv([y], group.rank - 1, 0).wait(_PATIENCE)
-        return "right" if torch.equal(y.view(torch.uint8), x.view(torch.uint8)) else "wrong values came"
+        return "right" if torch.equal(y.view(torch.uint8), x.view(torch.uint8)) else "wrong values were received"
     return "right"
 
 
 def _batched(group: C10dGroup) -> str:
-    """To the next rank and from the one before, in one batch, sends first."""
+    """To the next rank and from the previous one, in one batch, sends first."""
     device, size = group.device(group.rank), group.size
     x, y = torch.full((5,), float(group.rank), device=device), torch.full((5,), -1.0, device=device)
     to, fro = (group.rank + 1) % size, (group.rank - 1) % size
@@ -126,24 +125,24 @@ def _batched(group: C10dGroup) -> str:
     ]
     for work in dist.batch_isend_irecv(ops):
         work.wait(_PATIENCE)
-    return "right" if y.tolist() == [float(fro)] * 5 else "wrong values came"
+    return "right" if y.tolist() == [float(fro)] * 5 else "wrong values were received"
 
 
-# ---- words ----------------------------------------------------------------------------------------------------------
+# ---- report ---------------------------------------------------------------------------------------------------------
 def remedies(can: Capabilities, cpu: Capabilities | None) -> list[str]:
-    """What fpipe will do about what the table says, one sentence each.
+    """The remedies of fpipe for the faults in the table, one sentence each.
 
     >>> remedies(Capabilities.of("xpu", "xccl"), None)[0]
     'mean of 32- and 64-bit floats, 16-bit floats: summed, then divided here'
     """
-    told: dict[str, dict[str, list[str]]] = {}
+    kinds_of: dict[str, dict[str, list[str]]] = {}
     for name, dtypes in DTYPES.items():
         for op in OPS:
             sentence = _remedy(can, cpu, op, dtypes[0])
             if sentence:
-                told.setdefault(sentence, {}).setdefault(NAMES[name], []).append(op)
+                kinds_of.setdefault(sentence, {}).setdefault(NAMES[name], []).append(op)
     lines = []
-    for sentence, kinds in told.items():
+    for sentence, kinds in kinds_of.items():
         by_ops: dict[str, list[str]] = {}
         for name, ops in kinds.items():
             by_ops.setdefault(", ".join(ops), []).append(name)
@@ -155,7 +154,7 @@ def _remedy(can: Capabilities, cpu: Capabilities | None, op: str, dtype: torch.d
     try:
         way = reduction(can, op, dtype, cpu)
     except UnsupportedError:
-        return "refused with a word"
+        return "refused with an error"
     parts = []
     if way.carry != dtype:
         parts.append(f"carried as {str(way.carry).removeprefix('torch.')}")
@@ -188,7 +187,7 @@ def _roads(can: Capabilities, cpu: Capabilities | None) -> Iterator[str]:
 # ---- the command ----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Report:
-    """What one visit found."""
+    """The findings of one run."""
 
     device: str
     backend: str
@@ -196,7 +195,7 @@ class Report:
     findings: tuple[Finding, ...]
     can: Capabilities
     cpu: Capabilities | None
-    carried: str = ""  # how messages travel, where it is not by the backend
+    carried: str = ""  # how messages are sent, if not by the backend
 
     def __str__(self) -> str:
         lines = [
@@ -206,37 +205,37 @@ class Report:
             *([f"messages  {self.carried}"] if self.carried else []),
             *self._visible(),
             "",
-            f"asked of {self.backend}, {self.ranks} processes:",
-            *self._asked(),
+            f"probes of {self.backend}, {self.ranks} processes:",
+            *self._probed(),
             "",
-            "what fpipe will do about it:",
-            *(f"  {line}" for line in remedies(self.can, self.cpu) or ["nothing: all is native"]),
+            "remedies of fpipe:",
+            *(f"  {line}" for line in remedies(self.can, self.cpu) or ["none needed: all is native"]),
         ]
         surprises = [finding for finding in self.findings if finding.surprises(self.can)]
         if surprises:
-            told = "; ".join(f"{f.what} of {NAMES.get(f.dtypes, 'messages')}: {f.said}" for f in surprises)
-            lines += ["", f"NOT KNOWN BEFORE: {told}. fpipe trusts this backend with it: please report"]
+            faults = "; ".join(f"{f.what} of {NAMES.get(f.dtypes, 'messages')}: {f.result}" for f in surprises)
+            lines += ["", f"NOT IN THE TABLE: {faults}. fpipe relies on the table: please report this"]
         return "\n".join(lines)
 
     def _visible(self) -> list[str]:
         name = kind(self.device.split(":")[0]).visible
         return [] if name is None else [f"visible   {name}={os.environ.get(name, '(not set)')}"]
 
-    def _asked(self) -> Iterator[str]:
+    def _probed(self) -> Iterator[str]:
         rows: dict[str, dict[str, list[str]]] = {}
         for finding in self.findings:
-            said = finding.said
-            if finding.surprises(self.can) or (said == "right") != (finding.beside(self.can) == "native"):
-                said += f" [the table says {finding.beside(self.can)}]"
-            kinds = rows.setdefault(finding.what, {}).setdefault(said, [])
+            result = finding.result
+            if finding.surprises(self.can) or (result == "right") != (finding.beside(self.can) == "native"):
+                result += f" [the table says {finding.beside(self.can)}]"
+            kinds = rows.setdefault(finding.what, {}).setdefault(result, [])
             kinds.append(NAMES.get(finding.dtypes, "sends and receives"))
         for what, answers in rows.items():
-            for place, (said, kinds) in enumerate(answers.items()):
-                yield f"  {'' if place else what:6} {said}: {', '.join(kinds)}"
+            for place, (result, kinds) in enumerate(answers.items()):
+                yield f"  {'' if place else what:6} {result}: {', '.join(kinds)}"
 
 
 def visit() -> Report:
-    """Probe from inside a process of a group; every process must call this."""
+    """Probe from inside a process of a group. A collective call."""
     group = init(timeout=60)
     assert isinstance(group, C10dGroup)
     findings = tuple(probe(group))
@@ -250,10 +249,10 @@ def visit() -> Report:
     "-n",
     "--processes",
     type=click.IntRange(1, 64),
-    help="Processes that ask.  [default: 2, or what there are devices for]",
+    help="Processes.  [default: 2, or the number of devices if smaller]",
 )
 def command(processes: int | None) -> int:
-    """What this machine is, what its backend gets wrong, and what fpipe does about it.
+    """Describe this machine, probe its backend for faults, and list the remedies of fpipe.
 
     Under torchrun every process takes part, and rank 0 prints.
     """

@@ -1,11 +1,12 @@
 """``fpipe.launch``: one function on several processes of this machine or of a Ray cluster.
 
-Sets the environment that torchrun would set, brings the results back by rank, raises the first failure with that
-rank's traceback and ends the others. Knows nothing of what the function does.
+Sets the environment variables of torchrun, returns the results by rank, raises the first failure with that rank's
+traceback, and ends the other ranks. Knows nothing of the function.
 """
 
 from __future__ import annotations
 
+import math
 import multiprocessing as mp
 import os
 import pickle
@@ -13,14 +14,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import LaunchError
 from .malloc import keep_freed
-from .outcome import GRACE, Report, call, environment, raise_first, store
+from .outcome import GRACE, Report, call, environment, results, store
 from .ray import launch as on_ray
 
 
@@ -33,16 +33,16 @@ def launch(
     env: dict[str, str] | None = None,
     on: str = "processes",
 ) -> list[Any]:
-    """Run ``fn(*args)`` on ``ranks`` processes of this machine; what each returned, by rank.
+    """Run ``fn(*args)`` on ``ranks`` processes of this machine and return the results by rank.
 
-    Inside, ``fpipe.init()`` finds its peers. What the function returns must be picklable. ``start`` is a start method
-    of multiprocessing: a script's function is imported anew in each process (keep the call under ``if __name__ ==
-    "__main__"``), a notebook's is forked. ``timeout`` bounds the whole run, in seconds; ``env`` is added to the
-    environment of each process. Processes of this machine keep what they free for their next step, unless a ``MALLOC_``
-    variable, or ``GLIBC_TUNABLES`` for malloc, is set.
+    Inside, ``fpipe.init()`` connects the ranks. The results must be picklable. ``start`` is a start method of
+    multiprocessing: by default, a script's function is imported in each new process (keep the call under ``if __name__
+    == "__main__"``), and a notebook's process is forked. ``timeout`` bounds the whole run, in seconds; ``env`` is added
+    to the environment of each process. On Linux, the processes keep freed memory for their next step, unless a
+    ``MALLOC_`` variable, or ``GLIBC_TUNABLES`` for malloc, is set.
 
-    ``on="ray"`` takes one actor of a Ray cluster for each rank instead, each with an accelerator where the cluster has
-    some (``"ray:NPU"``, ``"ray:CPU"`` name what each shall have); it needs ``pip install fpipe[ray]``.
+    ``on="ray"`` starts one actor of a Ray cluster for each rank, each with an accelerator if the cluster has some
+    (``"ray:NPU"`` and ``"ray:CPU"`` name the resource of each); it needs ``pip install fpipe[ray]``.
 
     .. code-block:: python
 
@@ -52,40 +52,39 @@ def launch(
         fpipe.launch(rank_of, ranks=4)  # [0, 1, 2, 3]
     """
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
-        raise LaunchError(f"ranks={ranks!r}; give a whole number of processes, 1 at least")
+        raise LaunchError(f"ranks={ranks!r}; give a whole number of processes, 1 or more")
     kind, _, resource = on.partition(":")
     if kind == "ray" and start is None:
         return on_ray(fn, args, ranks, timeout, env or {}, resource or None)
     if on != "processes":
         raise LaunchError(f"on={on!r} with start={start!r}; give on='processes', or on='ray' without start=")
     context = _context(start, fn)
-    kept = store("127.0.0.1")
+    tcp_store = store("127.0.0.1")
     children: list[_Child] = []
+    reports: dict[int, Report] = {}
     try:
         for rank in range(ranks):
-            children.append(
-                _start(context, fn, args, {**environment(rank, ranks, "127.0.0.1", kept.port), **(env or {})})
-            )
-        return _collect(children, timeout)
+            variables = environment(rank, ranks, "127.0.0.1", tcp_store.port) | (env or {})
+            children.append(_start(context, fn, args, variables))
+        reports = _collect(children, timeout)
+        return results(reports, ranks, timeout)
     finally:
-        _end(children)
+        _end(children, reports)
 
 
-@dataclass
-class _Child:
+class _Child(NamedTuple):
     process: Any
     pipe: Connection
-    report: Report | None = None
 
-    def read(self) -> None:
-        """Take its report, or find that it ended without one."""
+    def read(self) -> Report:
+        """Receive its report, or report how it ended without one."""
         try:
-            self.report = pickle.loads(self.pipe.recv_bytes())
+            return pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
             self.process.join(GRACE)
-            self.report = Report(how=_how(self.process.exitcode), when=time.time())
-        except Exception as error:  # what it returned or raised cannot be read here
-            self.report = Report(text=f"what it sent cannot be read here: {error!r}", when=time.time())
+            return Report(how=_how(self.process.exitcode), when=time.time())
+        except Exception as error:  # its result or exception cannot be unpickled in this process
+            return Report(text=f"its result cannot be read here: {error!r}", when=time.time())
 
 
 def _how(code: int | None) -> str:
@@ -95,11 +94,11 @@ def _how(code: int | None) -> str:
 def _context(start: str | None, fn: Callable[..., Any]) -> Any:
     if start is None:
         main = sys.modules.get("__main__")
-        scripted = hasattr(main, "__file__") or getattr(main, "__spec__", None) is not None
-        # What a notebook defined can be imported by nobody: its processes are forked. All others start clean.
-        typed = getattr(fn, "__module__", None) == "__main__" and not scripted
-        methods = mp.get_all_start_methods()
-        start = next(name for name in (("fork", "spawn") if typed else ("forkserver", "spawn")) if name in methods)
+        script = hasattr(main, "__file__") or getattr(main, "__spec__", None) is not None
+        # No process can import what a notebook defines, so its processes are forked. All others start clean.
+        notebook = getattr(fn, "__module__", None) == "__main__" and not script
+        preferred = "fork" if notebook else "forkserver"
+        start = preferred if preferred in mp.get_all_start_methods() else "spawn"
     if start not in mp.get_all_start_methods():
         raise LaunchError(f"start={start!r}; this machine has {', '.join(mp.get_all_start_methods())}")
     context = mp.get_context(start)
@@ -124,7 +123,7 @@ def _start(context: Any, fn: Callable[..., Any], args: tuple[Any, ...], env: dic
 
 
 def _run(pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str]) -> None:
-    """In the new process: call, and report."""
+    """In the new process: call the function and send the report."""
     os.environ.update(env)
     keep_freed()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -134,43 +133,37 @@ def _run(pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...], env: d
 
 
 def _end_with_parent() -> None:
-    """A rank outlives its launcher by nothing, also where the launcher was killed."""
+    """End this process when its launcher ends, even if the launcher is killed."""
     parent = mp.parent_process()
     if parent is not None:
         parent.join()
         os._exit(1)
 
 
-def _collect(children: list[_Child], timeout: float | None) -> list[Any]:
-    deadline = None if timeout is None else time.monotonic() + timeout
-    failed_at = None
-    while any(child.report is None for child in children):
-        left = None if deadline is None else deadline - time.monotonic()
-        if failed_at is not None:
-            left = failed_at + GRACE - time.monotonic()
-        if left is not None and left <= 0:
-            break
-        pending = {child.pipe: child for child in children if child.report is None}
-        for pipe in wait(list(pending), left):
-            child = pending[pipe]  # type: ignore[index]
-            child.read()
-            if failed_at is None and child.report is not None and not child.report.ok:
-                failed_at = time.monotonic()
-    raise_first({rank: child.report for rank, child in enumerate(children) if child.report is not None})
-    late = [rank for rank, child in enumerate(children) if child.report is None]
-    if late:
-        raise LaunchError(f"ranks {late} were not done after timeout={timeout:g} seconds; all were ended")
-    return [child.report.value for child in children if child.report is not None]
+def _collect(children: Sequence[_Child], timeout: float | None) -> dict[int, Report]:
+    """The reports by rank; after a failure, the other ranks have ``GRACE`` seconds to report theirs."""
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    reports: dict[int, Report] = {}
+    while len(reports) < len(children) and (left := deadline - time.monotonic()) > 0:
+        pending = {child.pipe: rank for rank, child in enumerate(children) if rank not in reports}
+        failed = not all(report.ok for report in reports.values())
+        for pipe in wait(list(pending), None if left == math.inf else left):
+            rank = pending[pipe]  # type: ignore[index]
+            reports[rank] = children[rank].read()
+        if not failed and not all(report.ok for report in reports.values()):
+            deadline = time.monotonic() + GRACE
+    return reports
 
 
-def _end(children: list[_Child]) -> None:
-    for child in children:
-        if child.report is None and child.process.is_alive():
+def _end(children: Sequence[_Child], reported: Container[int]) -> None:
+    """End all processes: ask those that have not reported, and kill any that remains after ``GRACE`` seconds."""
+    for rank, child in enumerate(children):
+        if rank not in reported and child.process.is_alive():
             child.process.terminate()
     deadline = time.monotonic() + GRACE
     for child in children:
         child.process.join(max(0.1, deadline - time.monotonic()))
-        if child.process.is_alive():  # stopped, or deaf
+        if child.process.is_alive():  # stopped, or it ignores the request
             child.process.kill()
             child.process.join()
         child.pipe.close()

@@ -1,7 +1,7 @@
-"""Freed memory stays with the process for its next step, where the C library is glibc's. Knows nothing else.
+"""Keeps freed memory in the process for the next step, where the C library is glibc's. Knows nothing else.
 
-A step frees what the next one takes again. glibc hands large pieces back to the system as soon as they are free, and
-every page of them is then made anew: thousands of faults a step, some hundredths of its time on a CPU.
+glibc returns large blocks to the system as soon as they are freed, and the next step faults every page in again. Its
+documented variables (``MALLOC_TRIM_THRESHOLD_``) are read when a process is loaded, which is too late in a forked one.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import ctypes
 import os
 import sys
 
-_TRIM, _MAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-_KEPT, _MAPPED = 1 << 30, 32 << 20  # bytes kept at most; from how many on a piece is still the system's (glibc's most)
+_TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of mallopt(3)
 
 
 def keep_freed() -> bool:
-    """Have this process keep what it frees; whether all of it was granted. Who set the like in the environment is
-    obeyed."""
-    own = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    if own or not sys.platform.startswith("linux"):
+    """Keep up to 1 GiB of freed memory, in blocks up to 32 MiB; returns whether it was set.
+
+    Settings for malloc in the environment take precedence.
+    """
+    if any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and bool(mallopt(_TRIM, _KEPT)) and bool(mallopt(_MAP, _MAPPED))
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    return mallopt is not None and bool(mallopt(_TRIM, 1 << 30)) and bool(mallopt(_MMAP, 32 << 20))

@@ -1,6 +1,6 @@
-"""What came of a function on each rank, and which of several failures to raise.
+"""The report of a function on each rank, and which of several failures to raise.
 
-Shared by the ways to launch. Knows no process, no pipe and no cluster.
+Shared by all ways to launch. Knows no process, no pipe and no cluster.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 from ..errors import LaunchError, PeerError, StalledError
 
-GRACE = 2.0  #: seconds in which the others may say what they saw, and then in which they may end by themselves
+GRACE = 2.0  #: seconds for the other ranks to report after a failure, and then to end when asked
 
 
 @dataclass
 class Report:
-    """Of one rank: its result or its exception with the traceback in words, and when; ``how`` it died, if it did."""
+    """Of one rank: its result, or its exception with the traceback as text; the time; how the process ended, if so."""
 
     ok: bool = False
     value: Any = None
@@ -30,7 +30,7 @@ class Report:
 
 
 def environment(rank: int, ranks: int, address: str, port: int) -> dict[str, str]:
-    """What torchrun would set for a rank of one machine, where the launcher keeps the store."""
+    """The environment variables of torchrun for a rank of one machine whose launcher holds the store."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -38,13 +38,13 @@ def environment(rank: int, ranks: int, address: str, port: int) -> dict[str, str
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there: rank 0 must not start one
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher holds the store: rank 0 must not start one
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
 
 
 def store(address: str) -> Any:
-    """A store that the launcher keeps, so that it outlives every rank."""
+    """A store in the launcher, which outlives every rank."""
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # slow, and only needed here
 
     return TCPStore(address, 0, is_master=True, wait_for_workers=False)
@@ -53,7 +53,7 @@ def store(address: str) -> Any:
 def call(
     fn: Callable[..., Any], args: tuple[Any, ...], rank: int, dumps: Callable[[Any], bytes] = pickle.dumps
 ) -> bytes:
-    """Call, and the report of it as bytes that another process can read.
+    """Call the function and return the report as bytes for another process.
 
     >>> pickle.loads(call(max, (1, 2), rank=0)).value
     2
@@ -67,13 +67,13 @@ def call(
         raw = dumps(report)
         pickle.loads(raw)
     except Exception as error:
-        text = f"what rank {rank} returned cannot be sent to another process: {error}" if report.ok else report.text
+        text = f"the result of rank {rank} cannot be sent to another process: {error}" if report.ok else report.text
         raw = dumps(Report(text=text, when=report.when))
     return raw
 
 
 def raise_first(reports: Mapping[int, Report]) -> None:
-    """The cause before its consequences: who died, then who raised, then who lost a peer; nothing if none failed."""
+    """Raise the cause rather than its consequences: a death, then an exception, then a lost peer."""
 
     def order(rank: int) -> tuple[int, float]:
         report = reports[rank]
@@ -85,7 +85,16 @@ def raise_first(reports: Mapping[int, Report]) -> None:
     rank = min(failures, key=order)
     report = reports[rank]
     if report.how:
-        raise LaunchError(f"rank {rank} ended by {report.how} before it was done; its own output says more")
+        raise LaunchError(f"rank {rank} ended by {report.how} before it finished; see its output")
     if isinstance(report.value, BaseException):
         raise report.value from LaunchError(f"on rank {rank}:\n\n{report.text}")
     raise LaunchError(f"on rank {rank}: {report.text}")
+
+
+def results(reports: Mapping[int, Report], ranks: int, timeout: float | None) -> list[Any]:
+    """The results by rank; raises the first failure, or that some ranks did not report in time."""
+    raise_first(reports)
+    late = [rank for rank in range(ranks) if rank not in reports]
+    if late:
+        raise LaunchError(f"ranks {late} did not finish within timeout={timeout:g} seconds; all ranks were ended")
+    return [reports[rank].value for rank in range(ranks)]

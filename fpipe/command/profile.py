@@ -1,6 +1,6 @@
-"""``fpipe profile``: what the stages and messages of a pipeline cost here, as a file that other commands read.
+"""``fpipe profile``: measure the costs of stages and messages on this machine, and write them to a file.
 
-Processes run the pipeline, by default one of plain blocks; what comes of it is a table, a ``Costs`` file and pictures.
+Processes run a pipeline, by default of plain blocks. The results are a table, a ``Costs`` file and pictures.
 """
 
 from __future__ import annotations
@@ -12,56 +12,56 @@ from typing import Any
 
 import click
 
-from ..errors import ScheduleError, StageError
-from ..generators import schedule_from
+from ..errors import StageError
+from ..generators import is_path
 from ..schedule import Schedule
+from ..schedules import pictures
 from ..schedules.costs import Costs
 from ..schedules.timeline import Timeline
-
-_COUNT = click.IntRange(1)
+from .options import Count, as_usage_error, check_suffix, named_schedule
 
 
 @click.command("profile")
-@click.argument("what", default="ZBV", metavar="[NAME|FILE.csv]")
-@click.option("-p", "--ranks", type=click.IntRange(1, 64), default=2, show_default=True, help="Processes.")
-@click.option("-m", "--microbatches", type=_COUNT, default=8, show_default=True, help="Microbatches.")
-@click.option("--width", type=_COUNT, default=256, show_default=True, help="Of the built-in blocks.")
-@click.option("--tokens", type=_COUNT, default=64, show_default=True, help="Of a microbatch, for the built-in blocks.")
-@click.option("--blocks", type=_COUNT, default=2, show_default=True, help="Built-in blocks in a stage.")
+@click.argument("source", default="ZBV", metavar="[NAME|FILE.csv]")
+@click.option("-p", "--ranks", type=Count(1, 64), help="Processes.  [default: 2, or those of the CSV file]")
+@click.option("-m", "--microbatches", type=Count(), help="Microbatches.  [default: 8, or those of the CSV file]")
+@click.option("--width", type=Count(), default=256, show_default=True, help="Width of the built-in blocks.")
+@click.option("--tokens", type=Count(), default=64, show_default=True, help="Tokens of a microbatch.")
+@click.option("--blocks", type=Count(), default=2, show_default=True, help="Built-in blocks per stage.")
 @click.option("--model", metavar="FILE.py:FUNCTION",
-              help="Your own: FUNCTION(group, schedule) returns (pipe, params, x, *targets).")  # fmt: skip
-@click.option("--steps", type=_COUNT, default=10, show_default=True, help="Steps to take means over.")
+              help="Another model: FUNCTION(group, schedule) returns (pipe, params, x, *targets).")  # fmt: skip
+@click.option("--steps", type=Count(), default=10, show_default=True, help="Steps that are averaged.")
 @click.option("-o", "--out", type=click.Path(dir_okay=False, path_type=Path), default=Path("costs.json"),
               show_default=True, help="The file of costs.")  # fmt: skip
 @click.option("--picture", multiple=True, type=click.Path(dir_okay=False),
               help="Draw simulated over measured: .html, .svg, .png, .json, .txt.")  # fmt: skip
 def profile(
-    what: str, ranks: int, microbatches: int, width: int, tokens: int, blocks: int, model: str | None, steps: int,
-    out: Path, picture: tuple[str, ...],
+    source: str, ranks: int | None, microbatches: int | None, width: int, tokens: int, blocks: int,
+    model: str | None, steps: int, out: Path, picture: tuple[str, ...],
 ) -> None:  # fmt: skip
-    """Measure what a pipeline's stages and messages cost here, and write it as a file of costs.
+    """Measure the costs of a pipeline's stages and messages on this machine, and write them to a file.
 
-    The schedule runs with its backwards whole and split, so that the costs are good for any schedule that has as many
-    stages. The step of the schedule itself is measured beside its simulation by these costs.
+    The schedule runs with whole and with split backward passes, so the costs apply to any schedule with as many
+    stages. A measured step of the schedule is compared with its simulation under these costs.
 
     \b
     fpipe profile ZBV --ranks 2 --width 256 --out costs.json
     fpipe profile 1F1B --model train.py:pipeline_for_profile --picture step.html
     fpipe draw DualPipeV --ranks 2 --costs costs.json
     """
-    schedule = _schedule(what, ranks, microbatches)
+    if not is_path(source):
+        ranks, microbatches = ranks or 2, microbatches or 8
+    with as_usage_error():
+        schedule = named_schedule(source, ranks, microbatches).check()
     for path in picture:
-        if Path(path).suffix.lower() not in (".html", ".svg", ".png", ".json", ".txt"):
-            raise click.BadParameter(f"{path}: give .html, .svg, .png, .json or .txt", param_hint="--picture")
+        check_suffix(path, pictures.FORMATS, "--picture")
     if model is not None and not Path(model.rpartition(":")[0]).is_file():
         raise click.BadParameter(f"{model}: there is no such file; give FILE.py:FUNCTION", param_hint="--model")
     from ..running.profile.profiling import table
-    from ..schedules import pictures  # here and below: torch takes its time
-    from .launch import launch
+    from .launch import launch  # here and below: importing torch takes seconds
 
     make: Any = (model, width, tokens, blocks)
-    found = launch(_on_rank, schedule, make, steps, ranks=schedule.ranks)[0]
-    price, real, simulated, wall = found
+    price, real, simulated, wall = launch(_on_rank, schedule, make, steps, ranks=schedule.ranks)[0]
     click.echo(f"{schedule!r}, {schedule.ranks} processes, means of {steps} steps\n\n{table(price)}\n")
     click.echo(
         f"a step: {1e3 * wall:.2f} ms by the clock, {1e3 * real.total:.2f} ms of actions, "
@@ -73,20 +73,13 @@ def profile(
             pictures.save([simulated, real], path)
     except OSError as error:
         raise click.FileError(str(error.filename or out), error.strerror or str(error)) from error
-    click.echo("wrote " + ", ".join(map(str, (out, *picture))) + f"; try: fpipe draw {what} --costs {out}")
-
-
-def _schedule(what: str, ranks: int, microbatches: int) -> Schedule:
-    try:
-        return schedule_from(what, ranks, microbatches).check()
-    except ScheduleError as error:
-        raise click.UsageError(str(error), click.get_current_context()) from error
+    click.echo("wrote " + ", ".join(map(str, (out, *picture))) + f"; try: fpipe draw {source} --costs {out}")
 
 
 def _on_rank(
     schedule: Schedule, make: tuple[str | None, int, int, int], steps: int
 ) -> tuple[Costs, Timeline, Timeline, float]:
-    """In each process: the costs, the measured step whose length is the median, its simulation, and a step's median."""
+    """In each process: the costs, the measured step of median length, its simulation, and the median time of a step."""
     import time
     from statistics import median
 
@@ -100,7 +93,7 @@ def _on_rank(
     torch.set_num_threads(1)
     group = init()
     model, *size = make
-    pipe, params, *batch = _blocks(group, schedule, *size) if model is None else _users(model)(group, schedule)
+    pipe, params, *batch = _blocks(group, schedule, *size) if model is None else _model_of(model)(group, schedule)
     price = measure_costs(pipe, params, *batch, steps=steps)
     step = value_and_grad(pipe)
     step(params, *batch)
@@ -117,7 +110,7 @@ def _on_rank(
 
 
 def _blocks(group: Any, schedule: Schedule, width: int, tokens: int, blocks: int) -> tuple[Any, ...]:
-    """A pipeline of LayerNorm, Linear, GELU, Linear and a residual, several of them a stage."""
+    """A pipeline of blocks of LayerNorm, Linear, GELU, Linear and a residual."""
     import torch
     from torch.nn.functional import gelu, layer_norm, linear
 
@@ -143,15 +136,15 @@ def _blocks(group: Any, schedule: Schedule, width: int, tokens: int, blocks: int
     return pipe, pipe.place(params), x, x
 
 
-def _users(where: str) -> Callable[..., Any]:
-    """The function that --model names."""
+def _model_of(where: str) -> Callable[..., Any]:
+    """The function named by --model."""
     file, _, name = where.rpartition(":")
     spec = importlib.util.spec_from_file_location("fpipe_profiled", file)
     if spec is None or spec.loader is None:
-        raise StageError(f"--model {where}: {file} is no Python file; give FILE.py:FUNCTION")
+        raise StageError(f"--model {where}: {file} is not a Python file; give FILE.py:FUNCTION")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    made = getattr(module, name, None)
-    if not callable(made):
+    function = getattr(module, name, None)
+    if not callable(function):
         raise StageError(f"--model {where}: {file} has no function {name!r}; give FILE.py:FUNCTION")
-    return made
+    return function

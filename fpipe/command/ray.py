@@ -1,7 +1,7 @@
 """``fpipe.launch(..., on="ray")``: one actor of a Ray cluster for each rank.
 
-A placement group holds a bundle for each rank, all of them or none; ranks of one node are neighbours. Ray is imported
-when it is asked for. Knows nothing of what the function does.
+A placement group reserves a bundle for each rank, all or none; ranks of one node are adjacent. Ray is imported when
+it is used. Knows nothing of the function.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from importlib import import_module
 from typing import Any
 
 from ..errors import LaunchError
-from .outcome import GRACE, Report, call, environment, raise_first, store
+from .outcome import GRACE, Report, call, environment, results, store
 
-ACCELERATORS = ("GPU", "NPU", "XPU", "HPU")  #: resources of Ray, in the order in which they are looked for
-_PATIENCE = 60.0  #: seconds to wait for the cluster to have room, as one that grows will
-_RETURN = 5.0  #: at least so many, however short the run may be: what an earlier one held comes back late
+ACCELERATORS = ("GPU", "NPU", "XPU", "HPU")  #: resources of Ray, in order of preference
+_RESERVATION = 60.0  #: seconds to wait for free resources, which a growing cluster needs
+_RELEASE = 5.0  #: seconds to wait at least: Ray releases the resources of an earlier run with a delay
 
 
 def launch(
@@ -30,21 +30,21 @@ def launch(
     env: dict[str, str],
     resource: str | None,
 ) -> list[Any]:
-    """See ``fpipe.launch``. The store is kept by this process, which must therefore be on the cluster's network."""
+    """See ``fpipe.launch``. This process holds the store, so it must be on the cluster's network."""
     ray = _ray()
     if not ray.is_initialized():
         ray.init()
-    bundle = _bundle(resource or _found(ray.cluster_resources()))
+    bundle = _bundle(resource or _accelerator(ray.cluster_resources()))
     group = ray.util.placement_group([bundle] * ranks, strategy="PACK")
     actors: list[Any] = []
     try:
-        if not group.wait(_PATIENCE if timeout is None else min(max(timeout, _RETURN), _PATIENCE)):
-            raise LaunchError(_no_room(ranks, bundle, ray.cluster_resources()))
+        if not group.wait(_RESERVATION if timeout is None else min(max(timeout, _RELEASE), _RESERVATION)):
+            raise LaunchError(_insufficient(ranks, bundle, ray.cluster_resources()))
         actors = [_actor(ray, group, index, bundle) for index in range(ranks)]
         nodes = ray.get([actor.node.remote() for actor in actors])
         actors = [actors[index] for index in _adjacent(nodes)]
-        kept = store(ray.util.get_node_ip_address())
-        return _run(ray, actors, fn, args, _environments(sorted(nodes, key=nodes.index), kept, env), timeout)
+        tcp_store = store(ray.util.get_node_ip_address())
+        return _run(ray, actors, fn, args, _environments(sorted(nodes, key=nodes.index), tcp_store, env), timeout)
     finally:
         for actor in actors:
             ray.kill(actor)
@@ -61,10 +61,10 @@ def _ray() -> Any:
     return ray
 
 
-def _found(resources: dict[str, float]) -> str:
-    """The accelerator that a cluster has, else CPU.
+def _accelerator(resources: dict[str, float]) -> str:
+    """The accelerator of a cluster, or CPU.
 
-    >>> _found({"CPU": 8.0, "NPU": 2.0}), _found({"CPU": 8.0})
+    >>> _accelerator({"CPU": 8.0, "NPU": 2.0}), _accelerator({"CPU": 8.0})
     ('NPU', 'CPU')
     """
     return next((name for name in ACCELERATORS if resources.get(name, 0) > 0), "CPU")
@@ -74,12 +74,12 @@ def _bundle(resource: str) -> dict[str, float]:
     return {"CPU": 1.0} if resource == "CPU" else {"CPU": 1.0, resource: 1.0}
 
 
-def _no_room(ranks: int, bundle: dict[str, float], has: dict[str, float]) -> str:
+def _insufficient(ranks: int, bundle: dict[str, float], has: dict[str, float]) -> str:
     wanted = ", ".join(f"{count * ranks:g} {name}" for name, count in bundle.items())
     there = ", ".join(f"{has.get(name, 0):g} {name}" for name in bundle)
     return (
         f"ranks={ranks} need {wanted} and the Ray cluster has {there}, or they are taken; start fewer ranks, wait for "
-        f"what runs there, or name what each rank shall have, as in on='ray:CPU'"
+        f"the jobs that run there, or name the resource of each rank, as in on='ray:CPU'"
     )
 
 
@@ -91,20 +91,20 @@ def _actor(ray: Any, group: Any, index: int, bundle: dict[str, float]) -> Any:
 
 
 class _Rank:
-    """One rank, in a process of Ray's. Ray shows it its own accelerator, and only that."""
+    """One rank, in a process of Ray, which makes only its own accelerator visible."""
 
     def node(self) -> str:
         return import_module("ray").get_runtime_context().get_node_id()
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str]) -> bytes:
-        # A class of the user's script is told whole, since that script is not imported here.
+        # Classes of the user's script are pickled by value, since that script is not imported here.
         dumps = import_module("ray.cloudpickle").dumps
         os.environ.update(env)
         return call(fn, args, int(env["RANK"]), dumps)
 
 
 def _adjacent(nodes: Sequence[str]) -> list[int]:
-    """The order in which ranks of one node are neighbours.
+    """The order in which ranks of one node are adjacent.
 
     >>> _adjacent(["a", "b", "a"])
     [0, 2, 1]
@@ -112,15 +112,15 @@ def _adjacent(nodes: Sequence[str]) -> list[int]:
     return sorted(range(len(nodes)), key=lambda index: nodes.index(nodes[index]))
 
 
-def _environments(nodes: Sequence[str], kept: Any, more: dict[str, str]) -> list[dict[str, str]]:
-    """One for each rank, given the node of each: on a node, ranks count from 0 again."""
-    there, seen = Counter(nodes), Counter[str]()
-    found = []
+def _environments(nodes: Sequence[str], tcp_store: Any, more: dict[str, str]) -> list[dict[str, str]]:
+    """The environment of each rank; local ranks count from 0 on each node."""
+    sizes, seen = Counter(nodes), Counter[str]()
+    environments = []
     for rank, node in enumerate(nodes):
-        local = {"LOCAL_RANK": str(seen[node]), "LOCAL_WORLD_SIZE": str(there[node])}
-        found.append({**environment(rank, len(nodes), kept.host, kept.port), **local, **more})
+        local = {"LOCAL_RANK": str(seen[node]), "LOCAL_WORLD_SIZE": str(sizes[node])}
+        environments.append({**environment(rank, len(nodes), tcp_store.host, tcp_store.port), **local, **more})
         seen[node] += 1
-    return found
+    return environments
 
 
 def _run(
@@ -141,11 +141,7 @@ def _run(
             reports[rank] = _report(ray, ref)
             if not reports[rank].ok and all(report.ok for other, report in reports.items() if other != rank):
                 deadline = time.monotonic() + GRACE
-    raise_first(reports)
-    if pending:
-        late = sorted(pending.values())
-        raise LaunchError(f"ranks {late} were not done after timeout={timeout:g} seconds; all were ended")
-    return [reports[rank].value for rank in range(len(actors))]
+    return results(reports, len(actors), timeout)
 
 
 def _report(ray: Any, ref: Any) -> Report:

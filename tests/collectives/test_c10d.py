@@ -78,7 +78,7 @@ def _hostile() -> dict[str, tuple[object, object, object]]:
             adapted: object = len(conform(through))
         except Exception as error:
             adapted = f"{error!r} {getattr(error, '__notes__', '')}"
-        asked = [(f.what, f.dtypes, f.said == "right", f.beside(through.can)) for f in probe(through)]
+        asked = [(f.what, f.dtypes, f.result == "right", f.beside(through.can)) for f in probe(through)]
         seen = [answer for answer in asked if answer[2:] in ((False, "native"), (True, "wrong"))]
         through.close()
         raw = dist.new_group(backend=name)  # of its own: some never recover
@@ -188,7 +188,7 @@ def test_the_doctor_knows_gloo():
     assert str(reports[0]) == str(reports[1])
     told = str(reports[0])
     assert "device    cpu (CPU)" in told
-    assert "mean of integers, int16 and wide unsigned, bools: refused with a word" in told
-    assert "NOT KNOWN BEFORE" not in told
+    assert "mean of integers, int16 and wide unsigned, bools: refused with an error" in told
+    assert "NOT IN THE TABLE" not in told
     assert not any(finding.surprises(reports[0].can) for finding in reports[0].findings)
     assert command.name == "doctor"

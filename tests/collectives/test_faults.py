@@ -162,7 +162,7 @@ def test_launch_brings_results_by_rank():
 
 def test_launch_ends_what_is_late():
     begin = time.monotonic()
-    with pytest.raises(LaunchError, match=r"ranks \[0, 1\] were not done after timeout=0.5 seconds"):
+    with pytest.raises(LaunchError, match=r"ranks \[0, 1\] did not finish within timeout=0.5 seconds"):
         launch(_sleep, ranks=2, timeout=0.5)
     assert time.monotonic() - begin < 10
 
@@ -172,7 +172,7 @@ def test_launch_ends_what_is_late():
     [
         (lambda: launch(_value, 1, ranks=0), "ranks=0; give a whole number"),
         (lambda: launch(lambda: 1, ranks=1), "cannot be sent to another process"),
-        (lambda: launch(_unpicklable, ranks=1), "what rank 0 returned cannot be sent to another process"),
+        (lambda: launch(_unpicklable, ranks=1), "the result of rank 0 cannot be sent to another process"),
         (lambda: launch(_value, 1, ranks=1, start="teleport"), "start='teleport'; this machine has"),
     ],
 )

@@ -61,12 +61,12 @@ def test_first_failure_is_raised_and_the_rest_ended(how: str, raised: type[Excep
 
 
 def test_late_ranks_are_ended():
-    with pytest.raises(LaunchError, match=r"ranks \[0\] were not done after timeout=1 seconds"):
+    with pytest.raises(LaunchError, match=r"ranks \[0\] did not finish within timeout=1 seconds"):
         launch(time.sleep, 60, ranks=1, on="ray:CPU", timeout=1)
 
 
 def test_what_the_cluster_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_ray, "_RETURN", 0.0)
+    monkeypatch.setattr(_ray, "_RELEASE", 0.0)
     with pytest.raises(LaunchError, match="ranks=2 need 2 CPU, 2 XPU and the Ray cluster has 2 CPU, 1 XPU"):
         launch(os.getpid, ranks=2, on="ray", timeout=1)  # the accelerator is found by itself
 

@@ -1,7 +1,7 @@
-"""A small GPT on a small text, through a pipeline: what ``fpipe train`` and ``make demo`` run, and examples borrow.
+"""A small GPT on a small text, for ``fpipe train``, ``make demo`` and the examples.
 
-Everything here stands on the public parts of the package and nothing stands on it. It knows one model and one text,
-and is no trainer: there are no checkpoints, no evaluation and no other data.
+Uses the public parts of the package. It knows one model and one text, and is not a trainer: no checkpoints, no
+evaluation, no other data.
 """
 
 from .gpt import Sizes, cross_entropy, gpt

@@ -1,4 +1,4 @@
-"""Runs the ranks of ``fpipe train``, passes their reports to a screen, and holds what they made against one process.
+"""Runs the ranks of ``fpipe train``, forwards their reports to a screen, and compares gradients with one process.
 
 Knows no options and prints nothing.
 """
@@ -22,19 +22,19 @@ from ...schedules import pictures
 from ...schedules.timeline import Timeline
 from ..launch import launch
 from .gpt import cross_entropy
-from .rank import Kept, Measured, Ready, Settings, Step, work
+from .rank import LastStep, Measured, Ready, Settings, Step, work
 from .single import one_process
 
 
 class Listener(Protocol):
-    """What takes the reports: a screen."""
+    """Receives the reports of rank 0."""
 
     def ready(self, parameters: int) -> None:
-        """The ranks have met."""
+        """The ranks are connected and hold the model."""
         ...
 
     def step(self, done: Step) -> None:
-        """A step is done."""
+        """A step is finished."""
         ...
 
     def measured(self, number: int, timeline: Timeline) -> None:
@@ -43,25 +43,25 @@ class Listener(Protocol):
 
 
 class Outcome(NamedTuple):
-    """All stages of the last step, put together from the ranks, and that step measured and simulated."""
+    """All stages of the last step, collected from the ranks, and that step measured and simulated."""
 
     before: list[Any]
     grads: list[Any]
     after: list[Any]
-    losses: list[float]  #: by rank; they are one number
+    losses: list[float]  #: by rank; all are equal
     measured: Measured
 
 
 def conduct(settings: Settings, listener: Listener) -> Outcome:
-    """Train on processes of this machine."""
+    """Train on processes of this machine, and collect the last step."""
     measured: list[Measured] = []
     with _listening(listener, measured) as wire:
         kept = launch(work, settings, wire, ranks=settings.schedule.ranks)
     return together(kept, measured[-1])
 
 
-def together(kept: Sequence[Kept], measured: Measured) -> Outcome:
-    """Every stage from a rank that holds it."""
+def together(kept: Sequence[LastStep], measured: Measured) -> Outcome:
+    """The last step, each stage from a rank that holds it."""
     whole = [
         [next(part for part in parts if part is not None) for parts in zip(*lists, strict=True)]
         for lists in zip(*((k.before, k.grads, k.after) for k in kept), strict=True)
@@ -71,7 +71,7 @@ def together(kept: Sequence[Kept], measured: Measured) -> Outcome:
 
 @contextmanager
 def _listening(listener: Listener, measured: list[Measured]) -> Iterator[Connection]:
-    """A wire for rank 0; what comes in is passed on by a thread, so that the ranks can be waited for."""
+    """A connection for rank 0, whose reports a thread forwards while the caller waits for the ranks."""
     ours, theirs = Pipe(duplex=False)
 
     def listen() -> None:
@@ -93,33 +93,33 @@ def _listening(listener: Listener, measured: list[Measured]) -> Iterator[Connect
     try:
         yield theirs
     finally:
-        theirs.close()  # the ranks have ended, so this was the last end of the wire
+        theirs.close()  # the ranks have ended, so this was the last open end
         thread.join(10)
         ours.close()
 
 
 class Verdict(NamedTuple):
-    """How far a pipeline's gradients are from one process's: 0 is the promise."""
+    """Differences of a pipeline's gradients from those of one process: 0 is required."""
 
     largest: float
     tensors: int
     numbers: int
-    loss: float  #: how far the losses are
+    loss: float  #: difference of the losses
 
 
 def verdict(settings: Settings, outcome: Outcome) -> Verdict:
-    """The last step once more, in this process, by plain autograd."""
+    """Compare with the last step in this process, by plain autograd."""
     text, functions, _ = settings.model()
     x, following = settings.batch(text, settings.steps - 1)
     loss, grads = one_process(functions, outcome.before, cross_entropy, x, following, schedule=settings.schedule)
     ours, theirs = tree.leaves(outcome.grads), tree.leaves(grads)
-    apart = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+    largest = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
     numbers = sum(leaf.numel() for leaf in ours)
-    return Verdict(apart, len(ours), numbers, max(abs(mine - float(loss)) for mine in outcome.losses))
+    return Verdict(largest, len(ours), numbers, max(abs(other - float(loss)) for other in outcome.losses))
 
 
 def write(report: Measured, out: Path, title: str) -> Path:
-    """The simulated and the measured timeline as one page, and each as a file for ``fpipe view``; the page's path."""
+    """Write both timelines as one page, and each as a file for ``fpipe view``; return the path of the page."""
     out.mkdir(parents=True, exist_ok=True)
     both = []
     for kind, timeline in (("simulated", report.simulated), ("measured", report.timeline)):
@@ -132,14 +132,14 @@ def write(report: Measured, out: Path, title: str) -> Path:
 
 
 def sample(settings: Settings, params: Sequence[Any], start: str, count: int) -> str:
-    """What the model writes, character by character."""
+    """Text generated by the model, character by character."""
     text, functions, _ = settings.model()
-    tokens, dice = text.encode(start), torch.Generator().manual_seed(settings.seed)
+    tokens, generator = text.encode(start), torch.Generator().manual_seed(settings.seed)
     with torch.no_grad():
         for _ in range(count):
             y: Tensor = tokens[-settings.length :][None]
-            for fn, own in zip(functions, params, strict=True):
-                y = fn(own, y)
-            chances = torch.softmax(y[0, -1] / 0.7, dim=-1)
-            tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=dice)])
+            for fn, p in zip(functions, params, strict=True):
+                y = fn(p, y)
+            probabilities = torch.softmax(y[0, -1] / 0.7, dim=-1)
+            tokens = torch.cat([tokens, torch.multinomial(probabilities, 1, generator=generator)])
     return text.decode(tokens)

@@ -1,7 +1,7 @@
 """A small GPT as pure stages: one function, and a pytree of parameters for each stage.
 
-What a stage does follows from what its parameters hold: an embedding, some blocks, a head. A block's first values
-depend on its own number, so the model is the same however it is cut. Knows neither ranks nor schedules.
+The parameters of a stage determine its computation: an embedding, some blocks, a head. A block's initial values depend
+on its number, so the model is the same for any number of stages. Knows neither ranks nor schedules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the model is; ``vocabulary`` is the number of tokens, ``length`` the most that it sees at once."""
+    """Sizes of the model; ``vocabulary`` is the number of distinct tokens, ``length`` the longest sequence."""
 
     vocabulary: int
     length: int = 64
@@ -28,9 +28,9 @@ class Sizes:
 
 
 def gpt(sizes: Sizes, stages: int, seed: int = 0) -> tuple[list[Callable[[Any, Any], Tensor]], list[dict[str, Any]]]:
-    """``(functions, params)`` of the model cut into ``stages`` stages, layers dealt evenly.
+    """``(functions, params)`` of the model cut into ``stages`` stages, layers spread evenly.
 
-    Where there are more stages than layers, some have none and hand their input on.
+    With more stages than layers, some stages have no layer and return their input.
 
     >>> functions, params = gpt(Sizes(vocabulary=5, width=8, layers=3), stages=2)
     >>> [(sorted(p), len(p["blocks"])) for p in params]
@@ -45,14 +45,15 @@ def gpt(sizes: Sizes, stages: int, seed: int = 0) -> tuple[list[Callable[[Any, A
         params.append(
             {"blocks": [_block_params(sizes, seed, layer) for layer in range(edges[stage], edges[stage + 1])]}
         )
-    wide, draw = (sizes.vocabulary, sizes.width), _Draw(seed, -1)
-    params[0]["embed"] = {"token": draw(*wide), "place": draw(sizes.length, sizes.width)}
-    params[-1]["head"] = {"norm": torch.ones(sizes.width), "out": draw(*wide)}
+    normal = _Normal(seed, -1)
+    vocabulary, width = sizes.vocabulary, sizes.width
+    params[0]["embed"] = {"token": normal(vocabulary, width), "place": normal(sizes.length, width)}
+    params[-1]["head"] = {"norm": torch.ones(width), "out": normal(vocabulary, width)}
     return [partial(stage_of_gpt, sizes.heads)] * stages, params
 
 
 def cross_entropy(logits: Tensor, following: Tensor) -> Tensor:
-    """The mean over characters of how surprising the next one is.
+    """Mean cross-entropy of the next character.
 
     >>> float(cross_entropy(torch.zeros(1, 2, 4), torch.tensor([[0, 3]])))
     1.386...
@@ -61,7 +62,7 @@ def cross_entropy(logits: Tensor, following: Tensor) -> Tensor:
 
 
 def stage_of_gpt(heads: int, p: dict[str, Any], x: Tensor) -> Tensor:
-    """A stage: embeds where it has an embedding, runs its blocks, and ends in logits where it has a head."""
+    """One stage: the embedding if it has one, its blocks, and the head if it has one."""
     if "embed" in p:
         x = p["embed"]["token"][x] + p["embed"]["place"][: x.shape[1]]
     for block in p["blocks"]:
@@ -84,23 +85,23 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _block_params(sizes: Sizes, seed: int, layer: int) -> dict[str, Tensor]:
-    draw, w = _Draw(seed, layer), sizes.width
-    deep = 1 / (2 * sizes.layers) ** 0.5
+    normal, w = _Normal(seed, layer), sizes.width
+    scale = 1 / (2 * sizes.layers) ** 0.5
     return {
         "norm1": torch.ones(w),
-        "qkv": draw(w, 3 * w),
-        "mix": draw(w, w) * deep,
+        "qkv": normal(w, 3 * w),
+        "mix": normal(w, w) * scale,
         "norm2": torch.ones(w),
-        "up": draw(w, 4 * w),
-        "down": draw(4 * w, w) * deep,
+        "up": normal(w, 4 * w),
+        "down": normal(4 * w, w) * scale,
     }
 
 
-class _Draw:
-    """Normal numbers of a layer, the same in every process."""
+class _Normal:
+    """Normal random numbers of a layer, the same in every process."""
 
     def __init__(self, seed: int, layer: int):
-        self.dice = torch.Generator().manual_seed(1_000_003 * (seed + 1) + layer)
+        self.generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + layer)
 
     def __call__(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.dice) * 0.08
+        return torch.randn(*shape, generator=self.generator) * 0.08

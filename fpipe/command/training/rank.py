@@ -1,11 +1,12 @@
-"""What each process of ``fpipe train`` does: the same few lines that a user would write, and reports on a wire.
+"""One process of ``fpipe train``: a training loop as a user would write it, with reports over a connection.
 
-Rank 0 reports; every rank returns what its stages ended with. Knows nothing of screens or files.
+Rank 0 reports; every rank returns the parameters and gradients of its stages. Knows no screen and no file.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -25,17 +26,17 @@ from .text import Text, sonnets
 
 @dataclass(frozen=True)
 class Settings:
-    """What is trained, and how."""
+    """Model, schedule and training."""
 
     schedule: Schedule
     steps: int = 200
-    rows: int = 2  #: of a microbatch
+    rows: int = 2  #: per microbatch
     length: int = 64
     width: int = 64
     layers: int = 8
     rate: float = 4e-3
     seed: int = 0
-    pictures: int = 12  #: how many steps are measured action by action, on the way
+    pictures: int = 12  #: steps that are measured action by action
 
     def model(self) -> tuple[Text, Any, Any]:
         """The text, and the model's functions and parameters, the same in every process."""
@@ -48,24 +49,24 @@ class Settings:
         return text.batch(step, self.rows * self.schedule.microbatches, self.length, self.seed)
 
     def rate_at(self, step: int) -> float:
-        """The learning rate: a short way up, and slowly down to a tenth."""
-        way = step / max(self.steps, 1)
-        return self.rate * min((step + 1) / 10, 1.0) * (1 - 0.9 * way)
+        """The learning rate: a short warm-up, then a linear decay to a tenth."""
+        progress = step / max(self.steps, 1)
+        return self.rate * min((step + 1) / 10, 1.0) * (1 - 0.9 * progress)
 
     def measured(self, step: int) -> bool:
-        """Whether this step is measured. The first ones are not: programs are made and memory is found."""
+        """Whether this step is measured. The first two are not: they trace programs and allocate memory."""
         every = max(self.steps // self.pictures, 1)
         return step == self.steps - 1 or (step >= 2 and (step - 2) % every == 0)
 
 
 class Ready(NamedTuple):
-    """The model is placed and the ranks have met."""
+    """The model is placed and the ranks are connected."""
 
     parameters: int
 
 
 class Step(NamedTuple):
-    """A step is done."""
+    """A step is finished."""
 
     number: int
     loss: float
@@ -74,15 +75,15 @@ class Step(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A step was measured; the last one is simulated too, by what all the measured ones cost."""
+    """A step was measured. The last one is also simulated, with the mean costs of all measured steps."""
 
     number: int
     timeline: Timeline
     simulated: Timeline | None
 
 
-class Kept(NamedTuple):
-    """Of the last step: what it started from, its loss and gradients, and what it ended with; by stage."""
+class LastStep(NamedTuple):
+    """The last step: loss, and by stage the parameters before it, the gradients, and the parameters after it."""
 
     loss: float
     before: list[Any]
@@ -90,39 +91,41 @@ class Kept(NamedTuple):
     after: list[Any]
 
 
-def work(settings: Settings, wire: Connection | None) -> Kept:
+def work(settings: Settings, wire: Connection | None) -> LastStep:
     """Train on this rank; called by ``launch`` in each process."""
     torch.set_num_threads(1)
     group = init(pp=settings.schedule.ranks)
     text, functions, params = settings.model()
     pipe = pipeline(functions, settings.schedule, loss=cross_entropy, group=group)
-    tell = wire.send if wire is not None and 0 in group.here else _silent
-    tell(Ready(sum(leaf.numel() for leaf in tree.leaves(params))))
-    return _train(settings, pipe, text, pipe.place(params), tell)
+    report = wire.send if wire is not None and 0 in group.here else _no_report
+    report(Ready(sum(leaf.numel() for leaf in tree.leaves(params))))
+    return _train(settings, pipe, text, pipe.place(params), report)
 
 
-def _train(settings: Settings, pipe: Pipeline, text: Text, params: list[Any], tell: Any) -> Kept:
-    plainly = value_and_grad(pipe)
-    clocked = profile(plainly)
+def _train(
+    settings: Settings, pipe: Pipeline, text: Text, params: list[Any], report: Callable[[object], None]
+) -> LastStep:
+    unprofiled = value_and_grad(pipe)
+    profiled = profile(unprofiled)
     rules = chain(clip_by_global_norm(1.0, over=pipe), adamw(settings.rate_at, weight_decay=0.01))
     state = rules.init(params)
-    kept = None
+    last_step = None
     for number in range(settings.steps):
         x, following = settings.batch(text, number)
         before, start = params, time.perf_counter()
         measured = settings.measured(number)
-        loss, grads = (clocked if measured else plainly)(params, x, following)
+        loss, grads = (profiled if measured else unprofiled)(params, x, following)
         updates, state = rules.update(grads, state, params)
         params = apply_updates(params, updates)
-        tell(Step(number, float(loss), x.numel(), time.perf_counter() - start))
+        report(Step(number, float(loss), x.numel(), time.perf_counter() - start))
         last = number == settings.steps - 1
         if measured:
-            tell(Measured(number, clocked.timeline, clocked.simulated if last else None))
+            report(Measured(number, profiled.timeline, profiled.simulated if last else None))
         if last:
-            kept = Kept(float(loss), before, grads, params)
-    assert kept is not None, "a run has one step at least"
-    return kept
+            last_step = LastStep(float(loss), before, grads, params)
+    assert last_step is not None, "Settings.steps is 1 or more"
+    return last_step
 
 
-def _silent(event: object) -> None:
+def _no_report(event: object) -> None:
     """A rank that does not report."""

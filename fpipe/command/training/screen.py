@@ -1,6 +1,6 @@
-"""What is seen while ``fpipe train`` runs: a live display on a terminal, and a line now and then elsewhere.
+"""The display of ``fpipe train``: live on a terminal, and ten lines of text elsewhere.
 
-Knows the reports of ``rank`` by their fields alone, and nothing of how they are made.
+Knows the fields of the reports of ``rank``, and nothing of training.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Step(Protocol):
 
 
 class Screen:
-    """Shows progress, loss, speed and the lanes of the step that was measured last."""
+    """Shows progress, loss, speed and the timeline of the last measured step."""
 
     def __init__(self, console: Console, title: str, steps: int):
         self.console, self.title, self.steps = console, title, steps
@@ -61,14 +61,14 @@ class Screen:
         if self.console.is_terminal:
             self.live.stop()
 
-    # ---- news ---------------------------------------------------------------------------------------------------
+    # ---- reports ------------------------------------------------------------------------------------------------
     def ready(self, parameters: int) -> None:
-        """The ranks have met."""
+        """The ranks are connected and hold the model."""
         self.title = f"{self.title}, {parameters:,} parameters"
         self.bar.update(self.task, description="tracing the stages")
 
     def step(self, done: _Step) -> None:
-        """A step is done."""
+        """A step is finished."""
         self.losses.append(done.loss)
         self.speeds.append(done.tokens / done.seconds)
         self.bar.update(self.task, completed=done.number + 1, description="training")
@@ -82,7 +82,7 @@ class Screen:
 
     # ---- the picture --------------------------------------------------------------------------------------------
     def picture(self) -> RenderableType:
-        """All of it."""
+        """The whole display."""
         inside = max(self.console.width - 4, 20)
         parts: list[RenderableType] = [self.bar, self._figures(inside)]
         if self.lanes is not None:
@@ -104,13 +104,13 @@ class Screen:
         return row
 
     def _speed(self) -> float:
-        """The middle one of the last few: the first step makes the programs."""
+        """The median of the last steps, because the first step traces the programs."""
         recent = sorted(self.speeds[-15:])
         return recent[len(recent) // 2]
 
 
 def lanes(timeline: Timeline, width: int) -> Text:
-    """A timeline in one line per rank, and what the colours mean; a rank's later stages are paler.
+    """A timeline in one line per rank, with a legend; later stages of a rank are paler.
 
     >>> from fpipe.schedule import Schedule
     >>> print(lanes(Schedule.parse("[0F0, 0B0]").simulate(), 20).plain)
@@ -128,7 +128,7 @@ def lanes(timeline: Timeline, width: int) -> Text:
             for column in range(int(first), min(max(round(last), int(first) + 1), columns)):
                 part = parts[column % len(parts)]  # a fused action shows both
                 ground = fill(part.op, held.index(part.stage), len(held))
-                row[column] = part.op, f"{ground} on {ground}"  # the letter is seen where colours are not
+                row[column] = part.op, f"{ground} on {ground}"  # shows the letter where colours are not available
                 seen.add(part.op)
         for letter, style in row:
             picture.append(letter, style=style)
@@ -141,7 +141,7 @@ def lanes(timeline: Timeline, width: int) -> Text:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Numbers as little bars, at most ``width`` of them, each the mean of its share.
+    """Numbers as small bars, at most ``width`` of them, each the mean of its share.
 
     >>> sparkline([4, 3, 2, 1], 4), sparkline([1, 1], 8), sparkline([8, 0, 4, 4], 2)
     ('█▆▃▁', '▁▁', '▁▁')

@@ -1,7 +1,7 @@
 """The same gradients without a pipeline: plain autograd, one process, one microbatch after another.
 
-This is what a pipeline is held to, so nothing of the engine is used here: a schedule is only asked in which order it
-adds a stage's gradients up, because sums of floating-point numbers depend on it.
+The reference of the comparison, so it uses nothing of the engine. A schedule determines only the order in which the
+gradients of a stage are added, since sums of floating-point numbers depend on it.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ def one_process(
     losses, grads = [], []
     for piece in zip(*(batch.chunk(m) for batch in (x, *targets)), strict=True):
         y = piece[0]
-        for fn, own, spec in zip(functions, leaves, specs, strict=True):
-            y = fn(tree.unflatten(spec, own), y)
+        for fn, stage_leaves, spec in zip(functions, leaves, specs, strict=True):
+            y = fn(tree.unflatten(spec, stage_leaves), y)
         weighted = loss(y, *piece[1:]) * (1.0 / m)
-        made = iter(torch.autograd.grad(weighted, [leaf for own in leaves for leaf in own]))
+        flat = iter(torch.autograd.grad(weighted, [leaf for stage_leaves in leaves for leaf in stage_leaves]))
         losses.append(weighted.detach())
-        grads.append([[next(made) for _ in own] for own in leaves])
+        grads.append([[next(flat) for _ in stage_leaves] for stage_leaves in leaves])
     summed = [_summed(grads, stage, schedule) for stage in range(len(leaves))]
     return reduce(torch.add, losses), [tree.unflatten(spec, own) for spec, own in zip(specs, summed, strict=True)]
 
 
 def _summed(grads: Sequence[Sequence[Sequence[Tensor]]], stage: int, schedule: Schedule) -> list[Tensor]:
-    """One stage's gradients: each home adds up in its own order, and then the homes are added."""
-    homes = []
+    """One stage's gradients: summed on each rank that holds it, in its order, and then over these ranks."""
+    sums = []
     for rank in schedule.placement.ranks_of(stage):
         order = [a.microbatch for a in plain(schedule[rank]) if a.stage == stage and a.op in "BW"]
         if order:
-            homes.append([reduce(torch.add, column) for column in zip(*(grads[k][stage] for k in order), strict=True)])
-    return [reduce(torch.add, column) for column in zip(*homes, strict=True)]
+            sums.append([reduce(torch.add, column) for column in zip(*(grads[k][stage] for k in order), strict=True)])
+    return [reduce(torch.add, column) for column in zip(*sums, strict=True)]

@@ -1,6 +1,6 @@
-"""The text that is learned: Shakespeare's sonnets, as many as fit a demonstration, by character.
+"""The training text: Shakespeare's sonnets, by character.
 
-Batches are a function of (seed, step) alone, so that every rank and every run cuts the same ones. Knows no model.
+Batches depend on (seed, step) alone, so they are the same on every rank and in every run. Knows no model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Text:
         return self.encode(self.text)
 
     def encode(self, text: str) -> Tensor:
-        """Characters as tokens; those that the text does not have are left out."""
+        """Characters as tokens; characters that are not in the text are dropped."""
         return torch.tensor([self.letters.index(letter) for letter in text if letter in self.letters])
 
     def decode(self, tokens: Tensor) -> str:
@@ -45,14 +45,14 @@ class Text:
         return "".join(self.letters[int(token)] for token in tokens.flatten())
 
     def batch(self, step: int, rows: int, length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """``rows`` pieces of the text and, for each character, the one that follows.
+        """``rows`` pieces of the text and, for each character, the next one.
 
         >>> x, y = Text("to be or not to be").batch(step=0, rows=2, length=5)
         >>> x.shape, torch.equal(x[:, 1:], y[:, :-1])
         (torch.Size([2, 5]), True)
         """
-        dice = torch.Generator().manual_seed(1_000_003 * seed + step)
-        starts = torch.randint(len(self.text) - length, (rows, 1), generator=dice)
+        generator = torch.Generator().manual_seed(1_000_003 * seed + step)
+        starts = torch.randint(len(self.text) - length, (rows, 1), generator=generator)
         at = starts + torch.arange(length + 1)
         pieces = self.tokens[at]
         return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
