@@ -1,6 +1,6 @@
-"""Where fpipe meets other people's models and configurations; they are known here and nowhere else.
+"""Other people's models and configurations; no other package knows them.
 
-Nothing here imports transformers or torchtitan: their objects are taken as they come in.
+This package does not import transformers or torchtitan: it reads attributes of the objects that it is passed.
 """
 
 from . import huggingface, torchtitan

@@ -1,7 +1,7 @@
-"""The one private thing that interop asks of torch: to step out of a trace for a moment.
+"""A context in which tensors are real while a trace goes on around it: the private part of torch that interop uses.
 
-A buffer of a module must be copied to the device of its stage for real, also when the first call of the stage function
-happens under fake tensors. Nothing here knows what for.
+A buffer of a module must be copied to the device of its stage for real, also if the first call of the stage function
+happens under fake tensors. This module must not know modules.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def without_modes() -> AbstractContextManager[object]:
-    """A context in which tensors are real again, whatever is being traced around it.
+    """A context without the dispatch modes around it, such as fake tensors.
 
     >>> import torch
     >>> from torch._subclasses.fake_tensor import FakeTensorMode

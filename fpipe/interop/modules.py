@@ -1,12 +1,12 @@
 """``from_module`` and ``to_module``: an ``nn.Module`` as pure stages with their parameters, and back.
 
-The stages are functions; the module keeps its weights and is never changed by them. This file knows modules and
-stages, and nothing of ranks or schedules.
+The stages are functions; they never change the module, which keeps its weights. This module must not know ranks or
+schedules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,30 +16,39 @@ from torch.func import functional_call
 
 from ..errors import StageError
 from ..stage import Stage
-from ._chain import Piece, pieces
-from ._skeleton import Claim, Pure, claims, clone, running
+from ._pieces import pieces
+from ._pure import Pure, claims, clone, running
 
 
 class ModulePart(Pure):
     """A piece of a module's forward as a stage function."""
 
-    def call(self, given: dict[str, torch.Tensor], x: Any, side: Mapping[str, Any]) -> Any:
+    def call(self, tensors: dict[str, torch.Tensor], x: Any, side: Mapping[str, Any]) -> Any:
         """Run the piece."""
-        return functional_call(self.module, given, (x,), dict(side), tie_weights=False)
+        return functional_call(self.module, tensors, (x,), dict(side), tie_weights=False)
 
 
 def from_module(
     model: nn.Module, cuts: Sequence[str] = (), *, side: Sequence[str] = (), state: Sequence[str] = ()
 ) -> tuple[list[Stage], list[dict[str, torch.Tensor]]]:
-    """Cut a module into pure stages before each submodule that ``cuts`` names; returns ``(stages, params)``.
+    """Cut a module into pure stages.
 
-    ``params[s]`` maps the module's own names to tensors (those of the module, not copies). The stages carry which
-    of them are frozen (``requires_grad=False``) and which are tied (one parameter in two stages), so that
-    ``fpipe.pipeline(stages)`` knows. Buffers are constants, but for the running statistics of norms in training and
-    those that the patterns in ``state`` name: stages with such buffers carry state. Arguments of forward beyond its
-    first are side inputs where they have no default or ``side`` names them; the others keep their default.
+    The stages know which parameters are frozen (``requires_grad=False``) and which are tied (one parameter in two
+    stages), and so does ``fpipe.pipeline(stages)``. Buffers are constants, except for the running statistics of norms
+    in training and those that ``state`` names: stages with such buffers carry state. Stages train if the module does
+    now (``model.train()``, ``model.eval()``).
 
-    Whether the module trains (``model.train()``, ``model.eval()``) is settled here.
+    Args:
+        model: the module.
+        cuts: names of submodules; each begins a stage with its first use.
+        side: arguments of forward that are side inputs, beside those without a default; the others keep their default.
+        state: patterns of names of buffers that forward changes.
+
+    Returns:
+        ``(stages, params)``; ``params[s]`` maps names in the module to its tensors, not to copies.
+
+    Raises:
+        StageError: if a name is unknown, or forward is not a chain of submodules where it is cut.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
     >>> stages, params = from_module(model, cuts=["1"])
@@ -51,59 +60,55 @@ def from_module(
     """
     if not isinstance(model, nn.Module):
         raise StageError(f"from_module takes an nn.Module, not a {type(model).__name__}")
-    hollow = clone(model)
-    parts = pieces(hollow, cuts, side)
-    graphs = [fx.GraphModule(hollow, piece.graph) for piece in parts]
+    empty = clone(model)
+    parts = pieces(empty, cuts, side)
+    graphs = [fx.GraphModule(empty, piece.graph) for piece in parts]
     owned = claims(model, [[n for n, _ in graph.named_parameters(remove_duplicate=False)] for graph in graphs])
-    moving = set(running(model, state))
-    labels = _labels(type(model).__name__, cuts)
-    stages = [
-        _stage(graph, piece, claim, moving, label)
-        for graph, piece, claim, label in zip(graphs, parts, owned, labels, strict=True)
-    ]
+    changing, edges, stages = set(running(model, state)), pairwise(["", *cuts, ""]), list[Stage]()
+    for graph, piece, claim, (low, high) in zip(graphs, parts, owned, edges, strict=True):
+        buffers = [name for name, _ in graph.named_buffers(remove_duplicate=False) if name in changing]
+        name = f"{type(model).__name__}[{low}:{high}]"
+        stages.append(ModulePart(graph, claim, sides=piece.sides, state=buffers, name=name).stage(claim))
     _check_state(stages)
     return stages, [claim.params for claim in owned]
 
 
-def _stage(graph: nn.Module, piece: Piece, claim: Claim, moving: set[str], label: str) -> Stage:
-    state = [name for name, _ in graph.named_buffers(remove_duplicate=False) if name in moving]
-    return ModulePart(graph, claim, sides=piece.sides, state=state, name=label).stage(claim)
-
-
-def _labels(name: str, cuts: Sequence[str]) -> list[str]:
-    edges = ["", *cuts, ""]
-    return [f"{name}[{lo}:{hi}]" for lo, hi in pairwise(edges)]
-
-
-def _check_state(stages: Sequence[Stage]) -> None:
-    homes: dict[str, str] = {}
+def _check_state(stages: Iterable[Stage]) -> None:
+    stage_of: dict[str, str] = {}
     for stage in stages:
         for name in stage.initial_state or ():
-            if name in homes:
+            if name in stage_of:
                 raise StageError(
-                    f"buffer {name!r} changes in two stages, {homes[name]} and {stage.name}, and cannot live in both; "
+                    f"buffer {name!r} changes in two stages, {stage_of[name]} and {stage.name}, and cannot be in both; "
                     "cut so that the submodule runs in one stage, or call model.eval()"
                 )
-            homes[name] = stage.name
+            stage_of[name] = stage.name
 
 
-def to_module(model: nn.Module, params: Sequence[Any], state: Sequence[Any] | None = None) -> nn.Module:
+def to_module(
+    model: nn.Module,
+    params: Sequence[Mapping[str, torch.Tensor | None] | None],
+    state: Sequence[Mapping[str, torch.Tensor | None] | None] | None = None,
+) -> nn.Module:
     """Write stage parameters (and state) back into a module, by name; returns the module.
 
-    Entries that are ``None`` (stages that live elsewhere) are left as they are.
+    Args:
+        model: the module that ``from_module`` cut, or one like it.
+        params: by stage; entries that are ``None`` (stages on other processes) change nothing.
+        state: likewise.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     >>> stages, params = from_module(model, cuts=["1"])
-    >>> changed = [{name: torch.zeros_like(p) for name, p in own.items()} for own in params]
+    >>> changed = [{name: torch.zeros_like(p) for name, p in stage.items()} for stage in params]
     >>> float(to_module(model, changed)[1].weight.detach().abs().sum())
     0.0
     """
     targets = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     with torch.no_grad():
-        for stage, own in enumerate([*params, *(state or ())]):
-            for name, value in (own or {}).items():
+        for index, tensors in enumerate([*params, *(state or ())]):
+            for name, value in (tensors or {}).items():
                 if value is not None:
-                    _write(targets, name, value, stage % max(len(params), 1))
+                    _write(targets, name, value, index % max(len(params), 1))
     return model
 
 

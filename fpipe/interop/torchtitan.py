@@ -1,13 +1,14 @@
-"""What a torchtitan configuration says about pipelines, with the same meaning here.
+"""Pipelines from a torchtitan configuration.
 
-A configuration is any object with torchtitan's ``parallelism`` and ``training`` sections: theirs, or one like it.
-This file reads names from it and does not import torchtitan.
+A configuration is any object with torchtitan's ``parallelism`` and ``training`` sections. This module reads their
+attributes and does not import torchtitan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -19,17 +20,17 @@ from ..running.pipeline import Pipeline
 from ..running.pipeline import pipeline as _pipeline
 from ..schedule import Schedule
 from ..stage import Stage
-from ._chain import pieces
-from ._skeleton import clone, is_experts
+from ._pieces import pieces
+from ._pure import clone, is_experts
 from .modules import from_module
 
-#: Buffers that a mixture of experts counts in, in forward.
+#: Buffers in which a mixture of experts counts during forward.
 COUNTS = ("*.tokens_per_expert",)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A configuration's pipeline: what ``fpipe.pipeline`` and ``fpipe.from_module`` need of it."""
+    """What ``fpipe.pipeline`` and ``fpipe.from_module`` need of a configuration."""
 
     schedule: Schedule
     parts: tuple[tuple[str, ...], ...]  # names of the submodules of each stage
@@ -41,21 +42,21 @@ class Settings:
 
 
 def settings(model: nn.Module, job_config: Any) -> Settings:
-    """Schedule and cuts that a configuration asks for.
+    """The schedule and the submodules of each stage, from a configuration.
 
-    ``pipeline_parallel_schedule`` (or ``_schedule_csv``), ``pipeline_parallel_degree``, ``_layers_per_stage``,
-    ``_first_stage_less_layers``, ``_last_stage_less_layers``, ``_microbatch_size``, ``module_fqns_per_model_part``
-    and ``local_batch_size`` are read.
+    It reads ``pipeline_parallel_schedule`` (or ``_schedule_csv``), ``pipeline_parallel_degree``, ``_layers_per_stage``,
+    ``_first_stage_less_layers``, ``_last_stage_less_layers``, ``_microbatch_size``, ``module_fqns_per_model_part`` and
+    ``local_batch_size``.
     """
     section = job_config.parallelism
-    ranks = section.pipeline_parallel_degree
+    ranks, csv = section.pipeline_parallel_degree, section.pipeline_parallel_schedule_csv
     microbatches = _microbatches(job_config.training.local_batch_size, section.pipeline_parallel_microbatch_size)
     layers = _layers(model)
     parts = getattr(section, "module_fqns_per_model_part", None)
     less = (section.pipeline_parallel_first_stage_less_layers, section.pipeline_parallel_last_stage_less_layers)
     stages = len(parts) if parts else _stages(layers, sum(less), section.pipeline_parallel_layers_per_stage, ranks)
-    if section.pipeline_parallel_schedule_csv:
-        schedule = Schedule.from_csv(section.pipeline_parallel_schedule_csv)
+    if csv:
+        schedule = Schedule.from_csv(csv)
         _check_csv(schedule, ranks, microbatches, stages)
     else:
         schedule = make_schedule(section.pipeline_parallel_schedule, ranks, microbatches, stages=stages)
@@ -66,7 +67,7 @@ def settings(model: nn.Module, job_config: Any) -> Settings:
 def stages(model: nn.Module, job_config: Any) -> tuple[list[Stage], list[dict[str, torch.Tensor]]]:
     """Cut a torchtitan model as its configuration says; returns ``(stages, params)``.
 
-    Stages with a mixture of experts run on ``engine="eager"``, since their experts ask for counts of tokens, and carry
+    Stages with a mixture of experts run on ``engine="eager"``, since their experts read counts of tokens, and carry
     ``tokens_per_expert`` as state.
     """
     return _cut(model, settings(model, job_config).parts)
@@ -75,7 +76,7 @@ def stages(model: nn.Module, job_config: Any) -> tuple[list[Stage], list[dict[st
 def pipeline(
     model: nn.Module, job_config: Any, *, loss: Callable[..., Any] | None = None, **keywords: Any
 ) -> tuple[Pipeline, list[dict[str, torch.Tensor]]]:
-    """The pipeline that a configuration asks for, and the model's parameters; keywords go to ``fpipe.pipeline``.
+    """The pipeline of a configuration, and the model's parameters; keywords are those of ``fpipe.pipeline``.
 
     ```python
     pipe, params = fpipe.interop.torchtitan.pipeline(model, job_config)
@@ -85,9 +86,9 @@ def pipeline(
     ```
     """
     chosen = settings(model, job_config)
-    made, params = _cut(model, chosen.parts)
+    functions, params = _cut(model, chosen.parts)
     loss = cross_entropy if loss is None else loss
-    pipe = _pipeline(made, chosen.schedule, loss=loss, microbatches=chosen.microbatches, **keywords)
+    pipe = _pipeline(functions, chosen.schedule, loss=loss, microbatches=chosen.microbatches, **keywords)
     return pipe, params
 
 
@@ -101,24 +102,21 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def names_per_part(stages: int, layers: int, first_less: int = 1, last_less: int = 1) -> list[list[str]]:
-    """torchtitan's rule for who holds what: embedding and head count as some layers each, earlier stages get the rest.
+    """torchtitan's distribution: embedding and head count as some layers each, and earlier stages get the remainder.
 
     >>> names_per_part(3, 4)
     [['tok_embeddings', 'layers.0'], ['layers.1', 'layers.2'], ['layers.3', 'norm', 'output']]
     """
-    whole = layers + first_less + last_less
-    each, more = divmod(whole, stages) if stages > 0 else (0, 0)
+    each, more = divmod(layers + first_less + last_less, stages) if stages > 0 else (0, 0)
     if stages > 1 and (each < 1 or first_less > each or last_less > each):
         raise StageError(
             f"{layers} layers, {first_less} for the embedding and {last_less} for the head leave {each} for each of "
             f"{stages} stages, which is too few; take fewer stages, or count fewer layers for the first and last stage"
         )
     counts = [each + (stage < more) for stage in range(stages)]
-    counts[0] -= first_less  # the last stage's share shrinks by itself: it gets what layers are left
-    names, start = [], 0
-    for count in counts:
-        names.append([f"layers.{i}" for i in range(start, min(start + count, layers))])
-        start = min(start + count, layers)
+    counts[0] -= first_less
+    edges = [0, *(min(edge, layers) for edge in accumulate(counts))]  # the last stage gets the layers that are left
+    names = [[f"layers.{i}" for i in range(low, high)] for low, high in pairwise(edges)]
     names[0].insert(0, "tok_embeddings")
     names[-1] += ["norm", "output"]
     return names
@@ -144,7 +142,7 @@ def _layers(model: nn.Module) -> int:
 
 def _stages(layers: int, extra: int, per_stage: int | None, ranks: int) -> int | None:
     if per_stage is None:
-        return None  # the schedule knows: one a rank, or two
+        return None  # the default of the schedule: one per rank, or two
     stages = -(-(layers + extra) // per_stage)
     if stages % ranks:
         raise StageError(
@@ -155,38 +153,38 @@ def _stages(layers: int, extra: int, per_stage: int | None, ranks: int) -> int |
 
 
 def _check_csv(schedule: Schedule, ranks: int, microbatches: int, stages: int | None) -> None:
-    asked = {"pipeline_parallel_degree": (ranks, schedule.ranks), "microbatches": (microbatches, schedule.microbatches)}
-    if stages is not None:
-        asked["stages"] = (stages, schedule.stages)
-    for name, (wanted, found) in asked.items():
-        if wanted != found:
+    wanted = {
+        "pipeline_parallel_degree": (ranks, schedule.ranks),
+        "microbatches": (microbatches, schedule.microbatches),
+        "stages": (schedule.stages if stages is None else stages, schedule.stages),
+    }
+    for name, (configured, actual) in wanted.items():
+        if configured != actual:
             raise StageError(
-                f"the schedule file is for {name} {found}, the configuration says {wanted}; make both agree"
+                f"the schedule file is for {name} {actual}, the configuration says {configured}; make both agree"
             )
 
 
 def _cut(model: nn.Module, parts: Sequence[Sequence[str]]) -> tuple[list[Stage], list[dict[str, torch.Tensor]]]:
     order = list(pieces(clone(model), ())[0].names)
     for stage, part in enumerate(parts):
-        missing = [name for name in part if name not in order]
-        if missing or not part:
-            raise StageError(
-                f"module_fqns_per_model_part[{stage}] names {missing[0]!r}, which forward never calls"
-                if part
-                else f"module_fqns_per_model_part[{stage}] is empty; every stage needs one submodule at least"
-            )
-    made, params = from_module(model, [min(part, key=order.index) for part in parts[1:]], state=COUNTS)
-    for stage, (part, own) in enumerate(zip(parts, params, strict=True)):
-        for name in own:
+        if not part:
+            raise StageError(f"module_fqns_per_model_part[{stage}] is empty; every stage needs one submodule at least")
+        for name in part:
+            if name not in order:
+                raise StageError(f"module_fqns_per_model_part[{stage}] names {name!r}, which forward never calls")
+    stages, params = from_module(model, [min(part, key=order.index) for part in parts[1:]], state=COUNTS)
+    for stage, (part, tensors) in enumerate(zip(parts, params, strict=True)):
+        for name in tensors:
             if not any(name.startswith(f"{prefix}.") for prefix in part):
                 raise StageError(
                     f"stage {stage} runs {name.rpartition('.')[0]!r}, which module_fqns_per_model_part[{stage}] "
                     f"{list(part)} leaves out; list submodules in the order in which forward calls them"
                 )
-    return [_engined(stage, model, part) for stage, part in zip(made, parts, strict=True)], params
+    return [_with_engine(stage, model, part) for stage, part in zip(stages, parts, strict=True)], params
 
 
-def _engined(stage: Stage, model: nn.Module, part: Sequence[str]) -> Stage:
-    """A stage that autograd runs, where it holds experts."""
+def _with_engine(stage: Stage, model: nn.Module, part: Sequence[str]) -> Stage:
+    """A stage that autograd runs, if it contains experts."""
     inside = (module for name in part for module in model.get_submodule(name).modules())
     return replace(stage, engine="eager") if any(map(is_experts, inside)) else stage

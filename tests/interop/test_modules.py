@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fpipe
-from fpipe.interop._skeleton import clone
+from fpipe.interop._pure import clone
 from fpipe.programs.tracing import trace
 from module_model import CUTS, LanguageModel, batch, cross_entropy, language_model
 
@@ -88,6 +88,39 @@ def test_parameters_shared_inside_one_stage_are_one_leaf():
     assert sorted(params[0]) == ["0.bias", "0.weight", "3.bias"]
     x = torch.ones(2, 3)
     assert torch.equal(stages[0](params[0], x), twice(x))
+
+
+class Checked(nn.Module):
+    """Checks of sizes in the forms that they take: each has one way that only raises."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, width = x.shape
+        if width != 2 or rows < 1:
+            message = "wrong size"
+            raise ValueError(message)
+        if not rows or not width:
+            raise ValueError("empty")
+        assert rows and width == 2, "empty"
+        if width == 2:
+            x = self.a(x)
+        else:
+            raise ValueError("wide")
+        return self.last(x, width)
+
+    def last(self, x: Tensor, width: int) -> Tensor:
+        if width == 2:
+            return self.b(x)
+        raise ValueError("wide")
+
+
+def test_checks_of_sizes_are_no_choices():
+    model, x = Checked(), torch.ones(3, 2)
+    stages, params = fpipe.from_module(model, ["b"])
+    assert torch.equal(stages[1](params[1], stages[0](params[0], x)), model(x))
 
 
 # ---- state ----------------------------------------------------------------------------------------------------------

@@ -1,14 +1,14 @@
-"""The auxiliary loss of a router, summed up from stage to stage.
+"""The auxiliary loss of mixture-of-experts routers, summed from stage to stage.
 
-transformers' load-balancing loss multiplies two sums over all layers, so it is no sum of losses of single stages: the
-sums travel with the activations, and the last stage multiplies. This file knows router logits, and no models.
+transformers' load-balancing loss multiplies two sums over all layers, so it is not a sum of losses of single stages:
+the sums are passed on with the activations, and the last stage multiplies. This module must not know models beyond the
+attributes of their routers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -21,12 +21,11 @@ class Totals(NamedTuple):
 
     tokens: torch.Tensor
     probabilities: torch.Tensor
-    rows: Any  # an int; a tensor where a mask decides
+    rows: int | torch.Tensor  # a tensor where a mask decides
 
 
-@dataclass(frozen=True)
-class Router:
-    """How many experts there are, how many each token takes, and the weight of the loss."""
+class Router(NamedTuple):
+    """The number of experts, how many each token uses, and the weight of the loss."""
 
     experts: int
     top_k: int
@@ -34,11 +33,11 @@ class Router:
 
     def start(self, device: torch.device) -> Totals:
         """Totals of no layer."""
-        nothing = torch.zeros(self.experts, dtype=torch.float32, device=device)
-        return Totals(nothing, nothing, 0)
+        zeros = torch.zeros(self.experts, dtype=torch.float32, device=device)
+        return Totals(zeros, zeros, 0)
 
     def add(self, totals: Totals, logits: Sequence[torch.Tensor], mask: torch.Tensor | None) -> Totals:
-        """Totals with some layers more; rows that the mask (batch, length) leaves out count nothing."""
+        """Totals with more layers; rows that the mask (batch, length) leaves out are not counted."""
         tokens, probabilities, rows = totals
         for layer in logits:
             shares = nn.functional.softmax(layer, dim=-1)
@@ -66,7 +65,8 @@ class Router:
 
 def router_of(model: nn.Module) -> Router:
     """The router of a causal model, from the attributes that these models have in common."""
-    found = [getattr(model, name, None) for name in ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")]
-    if None in found:
+    names = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
+    experts, top_k, coefficient = (getattr(model, name, None) for name in names)
+    if experts is None or top_k is None or coefficient is None:
         raise StageError(f"{type(model).__name__} has no router loss to add; say aux_loss=False")
-    return Router(*found)  # type: ignore[arg-type]
+    return Router(experts, top_k, coefficient)

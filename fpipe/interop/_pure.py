@@ -1,0 +1,194 @@
+"""A module without its weights, run with weights that are passed in: the base of every stage made from a module.
+
+``clone`` copies the tree of modules (not the tensors), ``claims`` says which stage has which parameter under which
+name, and ``Pure`` runs a clone as a pure function. This module must not know how a model was cut.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import tree
+from ..errors import StageError
+from ..stage import Engine, Stage
+from ._modes import without_modes
+
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+
+
+def clone(module: nn.Module, replacements: Mapping[nn.Module, nn.Module] | None = None) -> nn.Module:
+    """The same tree of modules with parameters that hold no data, and with some modules replaced.
+
+    Buffers are shared, not copied; so is every other attribute.
+
+    >>> clone(nn.Linear(2, 3)).weight.device
+    device(type='meta')
+    """
+    return _clone(module, dict(replacements or {}), {})
+
+
+def _clone(module: nn.Module, clones: dict[nn.Module, nn.Module], empty: dict[int, nn.Parameter]) -> nn.Module:
+    if module in clones:
+        return clones[module]
+    copy = clones[module] = object.__new__(type(module))
+    copy.__dict__.update(module.__dict__)
+    for hooks in _HOOKS:
+        if hooks in copy.__dict__:
+            copy.__dict__[hooks] = type(copy.__dict__[hooks])(copy.__dict__[hooks])
+    copy.__dict__["_buffers"] = dict(module._buffers)
+    copy.__dict__["_parameters"] = {name: _without_data(p, empty) for name, p in module._parameters.items()}
+    copy.__dict__["_modules"] = {
+        name: None if child is None else _clone(child, clones, empty) for name, child in module._modules.items()
+    }
+    return copy
+
+
+def _without_data(parameter: nn.Parameter | None, empty: dict[int, nn.Parameter]) -> nn.Parameter | None:
+    if parameter is None:
+        return None
+    if id(parameter) not in empty:
+        meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        empty[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+    return empty[id(parameter)]
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module is the experts of a mixture, by the name of its class.
+
+    >>> is_experts(nn.Linear(2, 2))
+    False
+    """
+    return type(module).__name__.lower().endswith("experts")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The parameters of one stage."""
+
+    params: dict[str, torch.Tensor]
+    aliases: dict[str, str]  # every name that the stage's module uses -> the key in params
+    frozen: tuple[str, ...]
+    ties: tuple[tuple[str, str], ...]
+    groups: tuple[str, ...]  # for each parameter, its first name in the whole model
+
+
+def claims(model: nn.Module, used: Sequence[Iterable[str]]) -> list[Claim]:
+    """Parameters for each stage from the names that it uses; the same parameter in two stages becomes a tie.
+
+    >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+    >>> b.weight = a.weight
+    >>> first, second = claims(nn.Sequential(a, b), [["0.weight", "0.bias"], ["1.weight", "1.bias"]])
+    >>> first.ties, second.ties
+    ((('0.weight', '0.weight'),), (('1.weight', '0.weight'),))
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    first: dict[int, str] = {}
+    group = {name: first.setdefault(id(parameter), name) for name, parameter in parameters.items()}
+    names = [[name for name in stage if name in parameters] for stage in used]
+    stages = Counter(shared for stage in names for shared in {group[name] for name in stage})
+    return [_claim(stage, parameters, group, stages) for stage in names]
+
+
+def _claim(
+    names: Sequence[str], parameters: Mapping[str, nn.Parameter], group: Mapping[str, str], stages: Mapping[str, int]
+) -> Claim:
+    key: dict[str, str] = {}  # by group, the first name that this stage uses
+    aliases = {name: key.setdefault(group[name], name) for name in names}
+    return Claim(
+        params={name: parameters[name].detach() for name in key.values()},
+        aliases=aliases,
+        frozen=tuple(name for name in key.values() if not parameters[name].requires_grad),
+        ties=tuple((name, shared) for shared, name in key.items() if stages[shared] > 1),
+        groups=tuple(key),
+    )
+
+
+def running(module: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
+    """The buffers that a forward changes: the statistics of norms in training, and those that the patterns name.
+
+    >>> running(nn.Sequential(nn.BatchNorm1d(2)))
+    ['0.running_mean', '0.running_var', '0.num_batches_tracked']
+    >>> running(nn.Sequential(nn.BatchNorm1d(2)).eval())
+    []
+    """
+    statistics = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, child in module.named_modules(remove_duplicate=False)
+        if child.training and getattr(child, "track_running_stats", False)
+        for name, _ in child.named_buffers(recurse=False)
+    }
+    buffers = (name for name, _ in module.named_buffers(remove_duplicate=False))
+    return [name for name in buffers if name in statistics or tree.matches(name, patterns)]
+
+
+class Pure:
+    """Runs a clone with parameters and state passed in; the base of stage functions.
+
+    Subclasses define ``call``. Buffers that are not state are constants: they are moved to where the parameters are
+    (once per device), and a forward that replaces one is refused.
+    """
+
+    def __init__(self, module: nn.Module, claim: Claim, *, sides: Sequence[str], state: Sequence[str], name: str):
+        self.module, self.aliases, self.name = module, claim.aliases, name  # and not the claim, which holds weights
+        buffers = dict(module.named_buffers(remove_duplicate=False))
+        self.initial_state = {name: buffers[name].detach().clone() for name in state} or None
+        self.constants = {name: value for name, value in buffers.items() if name not in set(state)}
+        self._moved: dict[torch.device, dict[str, torch.Tensor]] = {}
+        self.__qualname__ = name
+        self.__signature__ = _signature(bool(state), sides)
+
+    def stage(self, claim: Claim, *, engine: Engine | None = None, aux_loss: bool = False) -> Stage:
+        """This function as a Stage with the frozen and tied parameters of the claim."""
+        return Stage(
+            self, state=self.initial_state is not None, initial_state=self.initial_state, frozen=claim.frozen,
+            ties=claim.ties, name=self.name, engine=engine, aux_loss=aux_loss,
+        )  # fmt: skip
+
+    def __call__(self, params: Mapping[str, torch.Tensor], *rest: Any, **side: Any) -> Any:
+        state, x = rest if self.initial_state is not None else ({}, *rest)
+        constants = self.constants_on(_device(params, x))
+        tensors = {name: params[key] for name, key in self.aliases.items()} | constants
+        tensors |= {name: value.clone() for name, value in state.items()}  # norms update their statistics in place
+        y = self.call(tensors, x, side)
+        for name, value in constants.items():
+            if tensors[name] is not value:
+                raise StageError(
+                    f"{self.name} replaces its buffer {name!r} in forward, so it is no constant; "
+                    f"carry it as state: from_module(..., state=[{name!r}])"
+                )
+        return (y, {name: tensors[name] for name in state}) if self.initial_state is not None else y
+
+    def call(self, tensors: dict[str, torch.Tensor], x: Any, side: Mapping[str, Any]) -> Any:
+        """Run the module on x with these parameters and buffers."""
+        raise NotImplementedError
+
+    def constants_on(self, device: torch.device | None) -> dict[str, torch.Tensor]:
+        """The constant buffers on a device."""
+        if device is None or all(value.device == device for value in self.constants.values()):
+            return self.constants
+        if device not in self._moved:
+            with without_modes():  # real copies, also during a trace
+                self._moved[device] = {name: value.to(device) for name, value in self.constants.items()}
+        return self._moved[device]
+
+
+def _device(params: Mapping[str, torch.Tensor], x: Any) -> torch.device | None:
+    tensors = (leaf for leaf in (*params.values(), *tree.leaves(x)) if isinstance(leaf, torch.Tensor))
+    return next((tensor.device for tensor in tensors), None)
+
+
+def _signature(state: bool, sides: Sequence[str]) -> inspect.Signature:
+    names = ("params", "state", "x") if state else ("params", "x")
+    positional = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in names]
+    keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in sides]
+    return inspect.Signature([*positional, *keywords])
