@@ -73,7 +73,7 @@ PRIVATE_TORCH = {
     "collectives._store": {"_get_default_store", "_resolve_process_group"},
     "collectives.ops": {"_c10d_functional"},
     "interop._modes": {"_python_dispatch", "_disable_current_modes"},
-    "interop._skeleton": {
+    "interop._pure": {
         "_backward_hooks", "_backward_pre_hooks", "_buffers", "_forward_hooks", "_forward_hooks_always_called",
         "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_modules", "_parameters",
     },
@@ -90,9 +90,8 @@ PRIVATE_TORCH = {
     "running.debugging": {"_opname"},
 }  # fmt: skip
 PRIVATE_FILE_LINES = 250
-LONG_FILES = {"interop.huggingface"}  # uses a private name of transformers, none of torch
-#: Underscored, and yet documented: fused updates of torch, named tuples, os._exit. "_IF_" is a prefix of ours.
-DOCUMENTED = re.compile(r"_foreach_\w+|_fused_\w+|_replace|_asdict|_fields|_make|_exit|__\w+__|_|_IF_")
+#: Underscored, and yet documented: fused updates of torch, named tuples, os._exit.
+DOCUMENTED = re.compile(r"_foreach_\w+|_fused_\w+|_replace|_asdict|_fields|_make|_exit|__\w+__|_")
 
 
 def report(found: object) -> str:
@@ -244,7 +243,7 @@ def test_private_names():
     unused = [f"{name} no longer uses {names - used.get(name, {}).keys()}" for name, names in PRIVATE_TORCH.items()
               if names - used.get(name, {}).keys()]  # fmt: skip
     assert not unused, report(unused)
-    long = [name for name in PRIVATE_TORCH.keys() - LONG_FILES if MODULES[name].lines > PRIVATE_FILE_LINES]
+    long = [name for name in PRIVATE_TORCH if MODULES[name].lines > PRIVATE_FILE_LINES]
     assert not long, report(long)
 
 
