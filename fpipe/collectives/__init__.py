@@ -1,5 +1,5 @@
-"""Groups of ranks, and what travels between them.
+"""Groups of ranks, and the messages and collectives between them.
 
-``group`` is the Protocol that everything above sees; ``local``, ``c10d`` and the fakes of ``fpipe.testing`` carry it
-out. Nothing here knows schedules, stages or plans.
+``group`` is the protocol that other packages use; ``local``, ``c10d`` and the fakes of ``fpipe.testing`` implement it.
+This package must not know schedules, stages or plans.
 """

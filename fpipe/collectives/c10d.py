@@ -130,7 +130,7 @@ class C10dGroup(Group):
             return self._memory.recv(form, src)
         buffers: list[Tensor] = []
         works: list[dist.Work] = []
-        posted = False
+        posted, unposted = False, self._unposted[src]
 
         def post() -> None:
             nonlocal posted
@@ -141,13 +141,13 @@ class C10dGroup(Group):
 
         def finish() -> tuple[Tensor, ...]:
             while not posted:
-                self._unposted[src].popleft()()
+                unposted.popleft()()
             self._wait_all(works, src, "for a message from")
             arrived = [buffer.to(self._device) for buffer in buffers] if self._staged else buffers
             return form.unpack(arrived, self._device)
 
         if self.strict:
-            self._unposted[src].append(post)
+            unposted.append(post)
         else:
             post()
         return Pending(finish, lambda: posted and _completed(works))
@@ -161,10 +161,12 @@ class C10dGroup(Group):
     def receiver(self, src: int, dst: int, specs: tuple[Spec, ...]) -> Receiver:
         """Over shared memory, messages need no buffer in advance; over a strict backend, ``post`` does not delay."""
 
+        unposted = self._unposted[src]
+
         def post() -> Work:
             work = self.recv(specs, src, dst)
-            while self._unposted[src]:
-                self._unposted[src].popleft()()
+            while unposted:
+                unposted.popleft()()
             return work
 
         memory = self._memory if src != dst and self._memory is not None and src in self._memory else None

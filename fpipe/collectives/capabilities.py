@@ -1,8 +1,8 @@
-"""What each backend does, refuses and gets wrong: a frozen table of facts, each with its source.
+"""What each backend supports, refuses and computes wrongly: a frozen table of facts, each with its source.
 
-Keyed by (device type, backend), because one name may stand for two libraries ("hccl" is Ascend's and Habana's).
-Unknown counts as unsupported: a backend that no fact speaks of is trusted with ``BASE`` alone. ``tried`` marks what
-was run on torch 2.11 and 2.13; the rest comes from sources and issues. How to work around a fact is not known here.
+Keyed by (device type, backend), because one name may denote two libraries ("hccl" is Ascend's and Habana's). Unknown
+counts as unsupported: a backend without facts is trusted with ``BASE`` only. ``tried`` marks facts that were tested on
+torch 2.11 and 2.13; the others come from source code and issues. This module must not know workarounds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 class Status(Enum):
-    """What comes of asking a backend for something."""
+    """The result of an operation that a backend is asked for."""
 
     NATIVE = "native"
     REFUSED = "refused"
@@ -38,16 +38,17 @@ DTYPES = {
 _CLASS = {dtype: name for name, dtypes in DTYPES.items() for dtype in dtypes}
 
 REDUCTIONS = ("sum", "avg", "premul", "max", "min", "product", "bits")
-MOVES = ("p2p", "broadcast", "gather", "scatter", "exchange", "parts")  # parts: a sum of which each gets a part
-#: Ways of sending that may fail whatever the dtype. tags: a tag picks the message. batch: batch_isend_irecv.
-#: early: a receive posted before this rank's own send. crossed: both directions of a pair in one process group in
-#: any order. self: a message to oneself. poll: ``is_completed`` tells before ``wait``. strided: gaps in memory.
+MOVES = ("p2p", "broadcast", "gather", "scatter", "exchange", "parts")  # parts: reduce-scatter
+#: Properties of sending, independent of the dtype. tags: a tag selects the message. batch: batch_isend_irecv.
+#: early: a receive may be posted before a send of the same rank. crossed: both directions of a pair in one process
+#: group, in any order. self: a message to the same rank. poll: ``is_completed`` is right before ``wait``. strided:
+#: tensors with gaps in memory.
 HABITS = ("tags", "batch", "early", "crossed", "self", "poll", "strided")
 ALL = "float half fp8 complex int odd bool"
 
 
 def dtype_class(dtype: torch.dtype) -> str:
-    """The row of the table that a dtype belongs to.
+    """The class of a dtype in the table.
 
     >>> dtype_class(torch.bfloat16), dtype_class(torch.int16)
     ('half', 'odd')
@@ -57,7 +58,7 @@ def dtype_class(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing known of a backend: ``what`` (reductions, moves or habits, parted by blanks) for ``dtypes``."""
+    """The status of ``what`` (reductions, moves or habits, separated by blanks) for classes of dtypes on a backend."""
 
     device: str
     backend: str
@@ -76,16 +77,16 @@ _XCCL = "torch-xpu-ops"
 _ASCEND = "Ascend's documentation"
 _HABANA = "Habana's documentation"
 
-#: What every backend must do to be one; the only facts that hold for backends not in the table.
+#: What every backend of torch.distributed must support; the only facts about backends that are not in the table.
 BASE = (
     Fact("*", "*", "sum", "float", NATIVE, _PLAIN),
     Fact("*", "*", "p2p broadcast gather", "float int", NATIVE, _PLAIN),
-    Fact("*", "*", "self strided", "", REFUSED, _PLAIN, note="checked by torch before the backend is asked"),
+    Fact("*", "*", "self strided", "", REFUSED, _PLAIN, note="torch refuses it before it calls the backend"),
 )
 
 TABLE: tuple[Fact, ...] = (
     # ---- gloo, on the CPU
-    Fact("cpu", "gloo", "sum", "float half complex int bool", NATIVE, _TRIAL, True, "a sum of bools is their or"),
+    Fact("cpu", "gloo", "sum", "float half complex int bool", NATIVE, _TRIAL, True, "a sum of bools is a logical or"),
     Fact("cpu", "gloo", "avg", "float half complex", NATIVE, _TRIAL, True),
     Fact("cpu", "gloo", "avg", "int bool", REFUSED, _TRIAL, True),
     Fact("cpu", "gloo", "max min product", "float half int bool", NATIVE, _TRIAL, True),
@@ -97,16 +98,25 @@ TABLE: tuple[Fact, ...] = (
     Fact("cpu", "gloo", "p2p", ALL, NATIVE, _TRIAL, True),
     Fact("cpu", "gloo", "broadcast gather scatter exchange", "float half complex int bool", NATIVE, _TRIAL, True),
     Fact("cpu", "gloo", "broadcast gather scatter exchange", "fp8 odd", REFUSED, _TRIAL, True),
-    Fact("cpu", "gloo", "parts", "float half complex int bool", NATIVE, _TRIAL, True, "reduces all, keeps a part"),
+    Fact(
+        "cpu",
+        "gloo",
+        "parts",
+        "float half complex int bool",
+        NATIVE,
+        _TRIAL,
+        True,
+        "reduces all, keeps one part",
+    ),
     Fact("cpu", "gloo", "parts", "fp8 odd", REFUSED, _TRIAL, True),
     Fact("cpu", "gloo", "tags batch early crossed", "", NATIVE, _TRIAL, True),
     Fact("cpu", "gloo", "self strided", "", REFUSED, _TRIAL, True),
-    Fact("cpu", "gloo", "poll", "", WRONG, _TRIAL, True, "is_completed stays False until wait was called"),
-    # ---- gloo with tensors of the Apple GPU: they are staged through the CPU
+    Fact("cpu", "gloo", "poll", "", WRONG, _TRIAL, True, "is_completed is False until wait is called"),
+    # ---- gloo with tensors of the Apple GPU: they are copied through the CPU
     Fact("mps", "gloo", " ".join((*REDUCTIONS, *MOVES)), ALL, REFUSED, "gloo carries no mps tensors"),
     # ---- nccl
     Fact("cuda", "nccl", "sum max min product", "float half int", NATIVE, _NCCL),
-    Fact("cuda", "nccl", "sum max min product", "bool", UNKNOWN, _NCCL, note="bools travel as uint8"),
+    Fact("cuda", "nccl", "sum max min product", "bool", UNKNOWN, _NCCL, note="bools are sent as uint8"),
     Fact("cuda", "nccl", "avg", "float half", WRONG, "report on torch", note="wrong at world size 1"),
     Fact("cuda", "nccl", "avg", "int", UNKNOWN, _NCCL),
     Fact("cuda", "nccl", "premul", "float half", NATIVE, _NCCL),
@@ -117,8 +127,8 @@ TABLE: tuple[Fact, ...] = (
     Fact("cuda", "nccl", "scatter exchange", "float half int", NATIVE, _NCCL),
     Fact("cuda", "nccl", "parts", "float half int", NATIVE, _NCCL),
     Fact("cuda", "nccl", "tags", "", WRONG, _NCCL, note="tags are ignored"),
-    Fact("cuda", "nccl", "batch", "", WRONG, _NCCL, note="can hang where it is not the same on both sides"),
-    Fact("cuda", "nccl", "crossed", "", WRONG, _NCCL, note="one stream a pair: two sends that meet wait for ever"),
+    Fact("cuda", "nccl", "batch", "", WRONG, _NCCL, note="can hang if the batches of both sides differ"),
+    Fact("cuda", "nccl", "crossed", "", WRONG, _NCCL, note="one stream per pair: two simultaneous sends deadlock"),
     Fact("cuda", "nccl", "early poll", "", NATIVE, _NCCL),
     # ---- xccl
     Fact("xpu", "xccl", "sum product", "float half int", NATIVE, _XCCL),
@@ -133,12 +143,12 @@ TABLE: tuple[Fact, ...] = (
     Fact("xpu", "xccl", "tags", "", UNKNOWN, _XCCL),
     # ---- hccl, Ascend
     Fact("npu", "hccl", "sum max min product", "float half int", NATIVE, _ASCEND),
-    Fact("npu", "hccl", "sum", "bool", WRONG, _ASCEND, note="becomes max, which is the or of bools"),
-    Fact("npu", "hccl", "avg", "float half", NATIVE, _ASCEND, note="sum and divide inside"),
+    Fact("npu", "hccl", "sum", "bool", WRONG, _ASCEND, note="computed as max, which is the logical or"),
+    Fact("npu", "hccl", "avg", "float half", NATIVE, _ASCEND, note="implemented as sum and division"),
     Fact("npu", "hccl", "bits premul", ALL, REFUSED, _ASCEND),
     Fact("npu", "hccl", "p2p broadcast gather", "float half int", NATIVE, _ASCEND),
     Fact("npu", "hccl", "early crossed", "", WRONG, _ASCEND, note="strictly ordered, paired and synchronous"),
-    Fact("npu", "hccl", "batch", "", WRONG, _ASCEND, note="one buffer a direction, peer and call"),
+    Fact("npu", "hccl", "batch", "", WRONG, _ASCEND, note="one buffer per direction, peer and call"),
     # ---- hccl, Habana
     Fact("hpu", "hccl", "sum max min", "float half int", NATIVE, _HABANA),
     Fact("hpu", "hccl", "avg", "float half int", REFUSED, _HABANA, note="unsupported in older versions"),
@@ -153,7 +163,7 @@ TABLE: tuple[Fact, ...] = (
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What one backend can do on one type of device.
+    """The facts about one backend on one type of device.
 
     >>> Capabilities.of("cpu", "gloo").can("avg", torch.int64)
     False
@@ -167,20 +177,20 @@ class Capabilities:
 
     @classmethod
     def of(cls, device: str, backend: str, table: tuple[Fact, ...] = TABLE) -> Capabilities:
-        """From a table; what it does not mention is unknown."""
-        mine = tuple(fact for fact in table if (fact.device, fact.backend) == (device, backend))
-        return cls(device, backend, (*mine, *BASE))
+        """From a table; anything that it does not mention is unknown."""
+        facts = tuple(fact for fact in table if (fact.device, fact.backend) == (device, backend))
+        return cls(device, backend, (*facts, *BASE))
 
     def fact(self, what: str, dtype: torch.dtype | None = None) -> Fact:
-        """The first fact that speaks of it."""
+        """The first fact about an operation."""
         return _find(self.facts, what, "" if dtype is None else dtype_class(dtype))
 
     def can(self, what: str, dtype: torch.dtype) -> bool:
-        """Whether a reduction or a move of this dtype may be asked of the backend as it is."""
+        """Whether the backend supports a reduction or a move of this dtype directly."""
         return self.fact(what, dtype).status is NATIVE
 
     def habit(self, what: str) -> bool:
-        """Whether a way of sending is safe here."""
+        """Whether the backend has a property of sending."""
         return self.fact(what).status is NATIVE
 
 
@@ -189,4 +199,4 @@ def _find(facts: tuple[Fact, ...], what: str, dtypes: str) -> Fact:
     for fact in facts:
         if what in fact.what.split() and (not dtypes or dtypes in fact.dtypes.split()):
             return fact
-    return Fact("*", "*", what, dtypes, UNKNOWN, "no fact speaks of it")
+    return Fact("*", "*", what, dtypes, UNKNOWN, "no fact is known")

@@ -194,7 +194,7 @@ class Group(Protocol):
 
 
 def part_of(memory: Tensor, part: int, parts: int) -> Tensor:
-    """One of as many equal parts of memory, as a view.
+    """One of ``parts`` equal parts of memory, as a view.
 
     >>> part_of(torch.arange(6), 1, 3)
     tensor([2, 3])
@@ -208,7 +208,7 @@ def part_of(memory: Tensor, part: int, parts: int) -> Tensor:
 
 
 def check_message(tensors: Sequence[Tensor], specs: Sequence[Spec], src: int, dst: int) -> None:
-    """Raise MismatchError where a message is not what its receiver expects."""
+    """Raise MismatchError if a message differs from its Specs in number, shapes or dtypes of tensors."""
     if len(tensors) != len(specs):
         raise MismatchError(
             f"rank {src} sent {len(tensors)} tensors and rank {dst} expected {len(specs)}; both must run one plan"

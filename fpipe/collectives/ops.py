@@ -1,13 +1,13 @@
-"""Differentiable collectives for the inside of a stage: all_to_all, all_gather, reduce_scatter, all_reduce.
+"""Differentiable collectives for use in a stage: all_to_all, all_gather, reduce_scatter, all_reduce.
 
-Each one is a start and a wait of torch's functional collectives, forward and backward, so that a trace shows both and a
-weave can put work between them. The gradient is that of the sum of all members' losses. This module knows process
-groups, and nothing of stages, schedules or ranks of a pipeline.
+Each one is a start and a wait of torch's functional collectives, forward and backward, so that a trace contains both
+and a weave can place work between them. The gradient is that of the sum of the losses of all members. This module
+knows process groups; it must not know stages, schedules or ranks of a pipeline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,19 +16,44 @@ from torch import Tensor
 
 from ..errors import GroupError
 
-Members = Any  # a ProcessGroup, a DeviceMesh of one axis, or None: this process alone
+Members = Any  # a ProcessGroup, a DeviceMesh of one axis, or None: this process only
 
 _FUNCTIONAL = torch.ops._c10d_functional
+#: Collective -> how it is started, given a tensor, the name of the process group, and two more arguments.
+_START: dict[str, Callable[[Tensor, str, Any, Any], Tensor]] = {
+    "all_to_all": lambda x, name, send, receive: _FUNCTIONAL.all_to_all_single(x, list(receive), list(send), name),
+    "all_gather": lambda x, name, size, _: _FUNCTIONAL.all_gather_into_tensor(x, size, name),
+    "reduce_scatter": lambda x, name, _, size: _FUNCTIONAL.reduce_scatter_tensor(x, "sum", size, name),
+    "all_reduce": lambda x, name, *_: _FUNCTIONAL.all_reduce(x, "sum", name),
+}
+#: Collective -> the one that computes its gradient, with the two arguments in the opposite order.
+_BACKWARD = {
+    "all_to_all": "all_to_all",
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "all_reduce": "all_reduce",
+}
+
+
+class _Collective(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: str, name: str, sent: Any, received: Any) -> Tensor:
+        ctx.reverse = (_BACKWARD[kind], name, received, sent)
+        return _FUNCTIONAL.wait_tensor(_START[kind](x.contiguous(), name, sent, received))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _Collective.apply(grads[0], *ctx.reverse), None, None, None, None
 
 
 def all_to_all(
     x: Tensor, group: Members = None, *, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
 ) -> Tensor:
-    """Cut ``x`` along its first axis, give part ``j`` to member ``j``, and join what comes from all, in their order.
+    """Split ``x`` along its first axis, send part ``j`` to member ``j``, and join the received parts by member.
 
-    ``send`` and ``receive`` are the rows given to and had from each member; left out, all parts are even.
+    ``send`` and ``receive`` are the numbers of rows sent to and received from each member; by default all are equal.
 
-    >>> all_to_all(torch.arange(4.0))  # alone: every part is one's own
+    >>> all_to_all(torch.arange(4.0))  # one member: it sends its only part to itself
     tensor([0., 1., 2., 3.])
     """
     pg = _members(group)
@@ -42,29 +67,28 @@ def all_to_all(
             raise GroupError(
                 f"all_to_all cuts {x.shape[0]} rows for {size} members; make it a multiple, or say send= and receive="
             )
-        even = (x.shape[0] // size,) * size
-        return _AllToAll.apply(x, even, even, pg.group_name)  # type: ignore[no-any-return]
-    given, had = tuple(send), tuple(receive)
-    if len(given) != size or len(had) != size or sum(given) != x.shape[0]:
+        send = receive = (x.shape[0] // size,) * size
+    sent, received = tuple(send), tuple(receive)
+    if len(sent) != size or len(received) != size or sum(sent) != x.shape[0]:
         raise GroupError(
-            f"all_to_all with send={given} and receive={had} does not fit {x.shape[0]} rows and {size} members; "
+            f"all_to_all with send={sent} and receive={received} does not fit {x.shape[0]} rows and {size} members; "
             "give one number a member, those to send adding up to the rows"
         )
-    return _AllToAll.apply(x, given, had, pg.group_name)  # type: ignore[no-any-return]
+    return _apply("all_to_all", x, pg, sent, received)
 
 
 def all_gather(x: Tensor, group: Members = None) -> Tensor:
-    """Every member's ``x``, joined along the first axis. The gradient is summed and scattered.
+    """The ``x`` of all members, joined along the first axis. The gradient is summed and scattered.
 
     >>> all_gather(torch.ones(2))
     tensor([1., 1.])
     """
     pg = _members(group)
-    return x if pg is None else _AllGather.apply(x, pg.size(), pg.group_name)  # type: ignore[no-any-return]
+    return x if pg is None else _apply("all_gather", x, pg, pg.size(), None)
 
 
 def reduce_scatter(x: Tensor, group: Members = None) -> Tensor:
-    """The sum of every member's ``x``, of which member ``j`` gets part ``j`` of the rows. The gradient is gathered.
+    """Part ``j`` of the rows of the sum of all members' ``x``, on member ``j``. The gradient is gathered.
 
     >>> reduce_scatter(torch.ones(2))
     tensor([1., 1.])
@@ -74,21 +98,26 @@ def reduce_scatter(x: Tensor, group: Members = None) -> Tensor:
         return x
     if x.shape[0] % pg.size():
         raise GroupError(f"reduce_scatter cuts {x.shape[0]} rows for {pg.size()} members; make it a multiple")
-    return _ReduceScatter.apply(x, pg.size(), pg.group_name)  # type: ignore[no-any-return]
+    return _apply("reduce_scatter", x, pg, None, pg.size())
 
 
 def all_reduce(x: Tensor, group: Members = None) -> Tensor:
-    """The sum of every member's ``x``, for all. So is the gradient: each member's result hangs on every ``x``.
+    """The sum of all members' ``x``. The gradient is summed as well: every result depends on every ``x``.
 
     >>> all_reduce(torch.ones(2))
     tensor([1., 1.])
     """
     pg = _members(group)
-    return x if pg is None else _AllReduce.apply(x, pg.group_name)  # type: ignore[no-any-return]
+    return x if pg is None else _apply("all_reduce", x, pg, None, None)
 
 
-def _members(group: Members) -> Any:
-    """The process group, or None where there is but one member."""
+def _apply(kind: str, x: Tensor, pg: dist.ProcessGroup, sent: object, received: object) -> Tensor:
+    result: Tensor = _Collective.apply(x, kind, pg.group_name, sent, received)
+    return result
+
+
+def _members(group: Members) -> dist.ProcessGroup | None:
+    """The process group; None if this process is its only member."""
     if hasattr(group, "get_group"):  # a mesh
         group = group.get_group()
     if group is None:
@@ -98,48 +127,3 @@ def _members(group: Members) -> Any:
             f"group={group!r}; give a process group of torch.distributed, a mesh of one axis, or None for this process"
         )
     return group if group.size() > 1 else None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, send: tuple[int, ...], receive: tuple[int, ...], name: str) -> Tensor:
-        ctx.told = (receive, send, name)
-        started = _FUNCTIONAL.all_to_all_single(x.contiguous(), list(receive), list(send), name)
-        return _FUNCTIONAL.wait_tensor(started)
-
-    @staticmethod
-    def backward(ctx: Any, *dys: Any) -> Any:
-        return _AllToAll.apply(dys[0], *ctx.told), None, None, None
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, name: str) -> Tensor:
-        ctx.told = (size, name)
-        return _FUNCTIONAL.wait_tensor(_FUNCTIONAL.all_gather_into_tensor(x.contiguous(), size, name))
-
-    @staticmethod
-    def backward(ctx: Any, *dys: Any) -> Any:
-        return _ReduceScatter.apply(dys[0], *ctx.told), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, name: str) -> Tensor:
-        ctx.told = (size, name)
-        return _FUNCTIONAL.wait_tensor(_FUNCTIONAL.reduce_scatter_tensor(x.contiguous(), "sum", size, name))
-
-    @staticmethod
-    def backward(ctx: Any, *dys: Any) -> Any:
-        return _AllGather.apply(dys[0], *ctx.told), None, None
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
-        ctx.told = name
-        return _FUNCTIONAL.wait_tensor(_FUNCTIONAL.all_reduce(x.contiguous(), "sum", name))
-
-    @staticmethod
-    def backward(ctx: Any, *dys: Any) -> Any:
-        return _AllReduce.apply(dys[0], ctx.told), None

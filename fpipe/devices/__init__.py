@@ -1,6 +1,6 @@
-"""Devices as records: what differs between cpu, cuda, xpu, npu, hpu and mps, and nothing that a rank would do there.
+"""Devices as records: the differences between cpu, cuda, xpu, npu, hpu and mps.
 
-``kinds`` is data; ``current`` asks ``torch.accelerator``. Nothing here knows groups or stages.
+``kinds`` is data; ``current`` uses ``torch.accelerator``. This package must not know groups or stages.
 """
 
 from .current import Memory, default_attention, distrusted, memory, pick, seed, synchronize

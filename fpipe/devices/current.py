@@ -1,6 +1,7 @@
-"""What this process can ask of its device: which one it is, its memory, its seed. Over ``torch.accelerator``.
+"""The device of this process: its choice, memory, random seed and synchronization, through ``torch.accelerator``.
 
-The CPU has no counters, streams or ordinals: it answers with None, so that callers need not ask what it is.
+The functions accept the CPU too, which has no memory counters or streams, so that callers need no special case. This
+module must not know groups and stages.
 """
 
 from __future__ import annotations
@@ -18,40 +19,40 @@ from .kinds import KINDS, kind
 
 
 class Memory(NamedTuple):
-    """Bytes held now and at most since the last reset."""
+    """Bytes allocated now, and the peak since the last reset."""
 
     now: int
     peak: int
 
 
 def pick(device: str | torch.device | None = None, local_rank: int = 0) -> torch.device:
-    """The device of this process: what was asked for, else the machine's accelerator, else the CPU.
+    """The device of this process: the argument, else the accelerator of the machine, else the CPU.
 
-    Without an index it is 0 where exactly one device is visible (each process was shown its own), else ``local_rank``.
+    A missing index is 0 if exactly one device is visible (one was assigned to each process), else ``local_rank``.
 
     >>> pick("cpu")
     device(type='cpu')
     """
-    found = _parse(device) if device is not None else torch.accelerator.current_accelerator(check_available=True)
-    if found is None or found.type == "cpu":
+    picked = _parse(device) if device is not None else torch.accelerator.current_accelerator(check_available=True)
+    if picked is None or picked.type == "cpu":
         return torch.device("cpu")
-    if found.type == "meta":
-        return found
-    count = _count(found.type)
-    index = found.index if found.index is not None else (0 if count == 1 else local_rank)
+    if picked.type == "meta":
+        return picked
+    count = _count(picked.type)
+    index = picked.index if picked.index is not None else (0 if count == 1 else local_rank)
     if index >= count:
         raise GroupError(
-            f"device {found.type}:{index} of {count} visible ones; start at most one process per device, or set "
-            f"{kind(found.type).visible or 'what is visible'} to show more of them"
+            f"device {picked.type}:{index} of {count} visible ones; start at most one process per device, or set "
+            f"{kind(picked.type).visible or 'the visible devices'} so that more are visible"
         )
-    return torch.device(found.type, index)
+    return torch.device(picked.type, index)
 
 
 def _parse(device: str | torch.device) -> torch.device:
     type = str(device).split(":")[0]
     package = kind(type).package
     if package is not None:
-        _load(package, type)  # before torch is asked: it learns the name from there
+        _load(package, type)  # first: it registers the name with torch
     try:
         return torch.device(device)
     except RuntimeError as error:
@@ -74,7 +75,7 @@ def _count(type: str) -> int:
 
 
 def memory(device: torch.device) -> Memory | None:
-    """Bytes that torch holds there; None where the device does not count them (the CPU).
+    """Bytes that torch has allocated on a device; None if it does not count them (the CPU).
 
     >>> memory(torch.device("cpu")) is None
     True
@@ -85,13 +86,13 @@ def memory(device: torch.device) -> Memory | None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was told; the CPU always has."""
+    """Wait until the device has completed all work; returns at once for the CPU."""
     if _current(device):
         torch.accelerator.synchronize(device)
 
 
 def seed(device: torch.device, value: int) -> None:
-    """Seed the device's generator, and the CPU's, which it may be fed from.
+    """Seed the generators of the device and of the CPU, whose numbers may be copied to the device.
 
     >>> seed(torch.device("cpu"), 7); a = torch.rand(2); seed(torch.device("cpu"), 7); bool((a == torch.rand(2)).all())
     True
@@ -103,9 +104,9 @@ def seed(device: torch.device, value: int) -> None:
 
 
 def default_attention(device: str | torch.device) -> str:
-    """The attention implementation to ask a model for: ``"sdpa"`` where fused kernels exist, else ``"eager"``.
+    """The attention implementation for a model: ``"sdpa"`` on devices with fused kernels, else ``"eager"``.
 
-    Also of devices whose package is not loaded, which torch does not know by name.
+    Accepts devices whose package is not loaded, which torch does not know by name.
 
     >>> default_attention("cpu"), default_attention("mps"), default_attention("npu:1")
     ('sdpa', 'eager', 'eager')
@@ -114,7 +115,7 @@ def default_attention(device: str | torch.device) -> str:
 
 
 def distrusted(devices: Iterable[torch.device]) -> str | None:
-    """The type of device, of those at work here and in the other processes, on which torch.compile is not trusted.
+    """The type of the given devices on which torch.compile is not trusted, since several are used, here or elsewhere.
 
     >>> distrusted([torch.device("xpu", 0)]) is None, distrusted([torch.device("xpu", 0), torch.device("xpu", 1)])
     (True, 'xpu')

@@ -1,4 +1,4 @@
-"""The table of device types. Data only; a type that is not in it gets the careful record of the unknown."""
+"""The table of device types: data only, with a conservative record for types that are not in it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """What is special about a type of device.
+    """The properties of a type of device.
 
-    ``backend`` is torch.distributed's default for it, ``visible`` the environment variable that hides some of the
-    devices from a process, ``package`` what must be imported where support comes from outside torch, ``attention``
-    the fused kernel to ask for, ``fused_mask`` whether that kernel takes an explicit mask, ``compile_many`` whether
-    torch.compile is trusted where several of them are at work.
+    ``backend`` is the default of torch.distributed, ``visible`` the environment variable that selects the devices a
+    process can use, ``package`` the package to import where support is not part of torch, ``attention`` the attention
+    implementation to use, ``fused_mask`` whether its kernel accepts an explicit mask, ``compile_many`` whether
+    torch.compile is trusted where several devices are used.
 
     >>> kind("xpu").backend
     'xccl'
@@ -30,7 +30,7 @@ class DeviceKind:
 
     @property
     def backends(self) -> str:
-        """The composite string for a process group that carries CPU tensors too.
+        """The backend string of a process group that carries CPU tensors too.
 
         >>> kind("cuda").backends, kind("cpu").backends
         ('cpu:gloo,cuda:nccl', 'gloo')
@@ -44,8 +44,8 @@ KINDS = MappingProxyType(
         for row in (
             DeviceKind("cpu", "gloo", attention="sdpa", name="CPU"),
             DeviceKind("cuda", "nccl", "CUDA_VISIBLE_DEVICES", attention="sdpa", name="NVIDIA or AMD GPU"),
-            # The device selector of oneAPI is respected where it is set, and never set: it can hide a device that
-            # attention kernels need. The fused attention wants is_causal=True; masks fall to the slow path.
+            # The device selector of oneAPI is read and never set: it can hide a device that attention kernels need.
+            # The fused attention needs is_causal=True; explicit masks take a slow path.
             DeviceKind(
                 "xpu",
                 "xccl",
@@ -64,7 +64,7 @@ KINDS = MappingProxyType(
 
 
 def kind(type: str) -> DeviceKind:
-    """The record of a device type; a careful one for a type that is not in the table.
+    """The record of a device type; a conservative one for a type that is not in the table.
 
     >>> kind("cuda").visible, kind("newcomer").attention
     ('CUDA_VISIBLE_DEVICES', 'eager')

@@ -57,7 +57,7 @@ def test_unknown_counts_as_unsupported():
     assert not NOBODY.can("avg", F32)
     assert not NOBODY.habit("early")
     assert not NCCL.can("sum", torch.float8_e4m3fn)
-    assert NOBODY.fact("max", F32).source == "no fact speaks of it"
+    assert NOBODY.fact("max", F32).source == "no fact is known"
 
 
 def test_every_dtype_has_a_class():
