@@ -157,9 +157,9 @@ def walk(rows: Sequence[Row], stages: int, microbatches: int) -> Walk:
     ready = list(range(len(rows) - 1, -1, -1))
     while ready:
         rank = ready.pop()
-        row, start, position = rows[rank], reached[rank], reached[rank]
-        for position in range(start, len(row)):
-            action = row[position]
+        start = reached[rank]
+        for position in range(start, len(rows[rank])):
+            action = rows[rank][position]
             parts = (action,) if isinstance(action, Action) else action.parts  # faster than the property of Action
             lacks = -1
             for stage, op, microbatch in parts:
@@ -176,10 +176,8 @@ def walk(rows: Sequence[Row], stages: int, microbatches: int) -> Walk:
                     present[fact] = 1
                     if fact in waiting:
                         ready.extend(waiting.pop(fact))
-        else:
-            position = len(row)
-        reached[rank] = position
-        if position > start:
-            runs.extend((rank, start, position))
-    blocked = sorted((rank, reached[rank], facts.fact(fact)) for fact, ranks in waiting.items() for rank in ranks)
-    return Walk(runs, tuple(Blocked(*each) for each in blocked))
+            reached[rank] = position + 1
+        if reached[rank] > start:
+            runs.extend((rank, start, reached[rank]))
+    blocked = (Blocked(rank, reached[rank], facts.fact(fact)) for fact, ranks in waiting.items() for rank in ranks)
+    return Walk(runs, tuple(sorted(blocked)))

@@ -52,14 +52,32 @@ def simulate_rows(
         walked = walk(rows, stages, microbatches)
     if walked.blocked:
         raise stuck(rows, stages, walked)
-    facts = Facts(stages, microbatches)
+    times = _run(rows, placement, microbatches, costs, walked)
+    sizes = costs.memory(stages), costs.sizes(stages)
+    return Timeline(
+        rows, times.starts, times.ends, placement, microbatches, times.causes, *sizes, name, costs.unit, times.carried
+    )
+
+
+class _Times(NamedTuple):
+    """The times of every action, by rank (see ``Timeline``)."""
+
+    starts: tuple[array[float], ...]
+    ends: tuple[array[float], ...]
+    causes: tuple[array[int], ...]
+    carried: tuple[tuple[Carried, ...], ...]
+
+
+def _run(rows: Sequence[Row], placement: Placement, microbatches: int, costs: Costs, walked: Walk) -> _Times:
+    """Follow the walk with a clock for each rank."""
+    facts = Facts(placement.stages, microbatches)
     by_path = [_steps(facts, path, costs) for path in placement.paths]
     steps = [by_path[placement.path_index(microbatch)] for microbatch in range(microbatches)]
     starts, ends, causes = (tuple(array(code) for _ in rows) for code in "ddq")
     carried: list[list[Carried]] = [[] for _ in rows]
     arrivals = [0.0] * facts.size
     clocks = [0.0] * len(rows)
-    overlap = costs.overlap if callable(costs.overlap) else costs.times(stages).get("overlap")
+    overlap = costs.overlap if callable(costs.overlap) else costs.times(placement.stages).get("overlap")
     for rank, first, stop in walked.runs:
         begin, end, cause = starts[rank].append, ends[rank].append, causes[rank].append
         clock = clocks[rank]
@@ -86,10 +104,7 @@ def simulate_rows(
                 arrivals[stage * microbatches + microbatch + steps[microbatch][op][stage][5]] = clock
             clock += send
         clocks[rank] = clock
-    return Timeline(
-        rows, starts, ends, placement, microbatches, causes, costs.memory(stages), costs.sizes(stages), name,
-        costs.unit, tuple(map(tuple, carried)),
-    )  # fmt: skip
+    return _Times(starts, ends, causes, tuple(map(tuple, carried)))
 
 
 def _overlapped(

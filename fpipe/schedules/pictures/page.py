@@ -7,7 +7,6 @@ smooth picture without moiré.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from math import ceil
@@ -169,34 +168,22 @@ def _hint(bar: Bar, scene: Scene) -> str:
 
 def _dense(lane: Lane, scene: Scene, frame: _Frame, y: float) -> Iterator[Shape]:
     """Columns of one pixel, each the mean of the colours that ran in it; equal neighbours are one rectangle."""
-    colours = dense(lane, scene, ceil(frame.width), frame.scale)
     x = 0
-    for colour, run in groupby(colours):
+    for colour, run in groupby(_means(lane, scene, ceil(frame.width), frame.scale)):
         width = sum(1 for _ in run)
         if colour != IDLE:
             yield Rect(frame.left + x, y, width, frame.lane, colour)
         x += width
 
 
-def dense(lane: Lane, scene: Scene, columns: int, scale: float) -> list[str]:
+def _means(lane: Lane, scene: Scene, columns: int, scale: float) -> Iterator[str]:
     """The mean colour of each column of ``1 / scale`` time."""
-    ends = [bar.end for bar in lane.bars]
-    colours: list[str] = []
-    for column in range(columns):
-        low, high = column / scale, (column + 1) / scale
+    for _, idle, running in lane.columns(columns, scale):
         mean, seen = IDLE, 0.0
-        idle = high - low
-        for bar in lane.bars[bisect_right(ends, low) : bisect_right(ends, high) + 1]:
-            time = min(bar.end, high) - max(bar.start, low)
-            if time <= 0:
-                continue
-            idle -= time
-            for part, shade in zip(bar.action.parts, bar.shades, strict=True):
-                share = time / len(bar.shades)
-                seen += share
-                mean = mix(mean, fill(part.op, shade, scene.shades), share / seen)
-        colours.append(mix(mean, IDLE, min(max(idle * scale, 0.0), 1.0)) if seen else IDLE)
-    return colours
+        for op, shade, time in running:
+            seen += time
+            mean = mix(mean, fill(op, shade, scene.shades), time / seen)
+        yield mix(mean, IDLE, min(max(idle * scale, 0.0), 1.0)) if seen else IDLE
 
 
 def _legend(scenes: Sequence[Scene], x: float, y: float) -> Iterator[Shape]:

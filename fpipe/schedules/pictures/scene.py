@@ -6,6 +6,7 @@ data that every format reads. Nothing here depends on the source of the times, o
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -78,6 +79,20 @@ class Lane(NamedTuple):
     peak: float
     curve: tuple[tuple[float, float], ...]  # (time, held from then on)
     carried: tuple[tuple[float, float, str], ...] = ()  # (start, end, what) of what its link carries, if it is known
+
+    def columns(self, count: int, scale: float) -> Iterator[tuple[float, float, list[tuple[Op, int, float]]]]:
+        """Columns of ``1 / scale`` time: for each its length, its idle time, and (op, shade, time) of what runs in it."""
+        ends = [bar.end for bar in self.bars]
+        for column in range(count):
+            low, high = column / scale, (column + 1) / scale
+            idle, running = high - low, []
+            for bar in self.bars[bisect_right(ends, low) : bisect_right(ends, high) + 1]:
+                time = min(bar.end, high) - max(bar.start, low)
+                if time > 0:
+                    idle -= time
+                    parts = zip(bar.action.parts, bar.shades, strict=True)
+                    running += [(part.op, shade, time / len(bar.shades)) for part, shade in parts]
+            yield high - low, idle, running
 
 
 @dataclass(frozen=True)

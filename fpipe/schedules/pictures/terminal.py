@@ -8,8 +8,7 @@ time. Plain text is ASCII; there the second chunk of a rank has small letters.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, floor
 from textwrap import wrap
@@ -191,30 +190,20 @@ def _overview(lane: Lane, scene: Scene, plan: _Plan, colour: bool) -> list[Cell]
     return cells
 
 
-def _dominant(lane: Lane, columns: int, scale: float) -> list[tuple[str, int] | None]:
+def _dominant(lane: Lane, columns: int, scale: float) -> Iterator[tuple[str, int] | None]:
     """For each column the (op, shade) to show, or None for idle: the one with most time not yet shown. So an op that
     takes a third of the time gets a third of the columns, and short ones appear too."""
-    ends = [bar.end for bar in lane.bars]
     owed: dict[tuple[str, int] | None, float] = {}
-    columns_shown: list[tuple[str, int] | None] = []
-    for column in range(columns):
-        low, high = column / scale, (column + 1) / scale
-        idle = high - low
+    for length, idle, running in lane.columns(columns, scale):
         here: dict[tuple[str, int] | None, float] = {}
-        for bar in lane.bars[bisect_right(ends, low) :]:
-            if bar.start >= high:
-                break
-            time = min(bar.end, high) - max(bar.start, low)
-            idle -= time
-            for part, shade in zip(bar.action.parts, bar.shades, strict=True):
-                here[part.op, shade] = here.get((part.op, shade), 0.0) + time / len(bar.shades)
+        for op, shade, time in running:
+            here[op, shade] = here.get((op, shade), 0.0) + time
         here[None] = idle
         for what, time in here.items():
             owed[what] = owed.get(what, 0.0) + time
         shown = max((what for what, time in here.items() if time > 0), key=owed.__getitem__, default=None)
-        owed[shown] -= high - low
-        columns_shown.append(shown)
-    return columns_shown
+        owed[shown] -= length
+        yield shown
 
 
 # ---- colours --------------------------------------------------------------------------------------------------------
