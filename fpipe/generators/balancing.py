@@ -1,12 +1,12 @@
-"""Where to cut: proposes stages of even cost, and shows in the simulator what that gains.
+"""Proposes cuts into stages of even cost, and simulates the gain.
 
 Costs are numbers, one for each thing that must stay whole (a layer, an embedding, a head), or modules whose cost is
-estimated from their parameters. This module knows schedules and the simulator; it does not import torch.
+estimated from their parameters. This module uses schedules and the simulator; it does not import torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -105,7 +105,7 @@ def balance(
 
 
 def spread(costs: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Where contiguous parts begin, so that the dearest costs least, and then the others are as even as can be.
+    """Where contiguous parts begin so that the largest cost is least and then the others are as even as possible.
 
     >>> spread([1, 1, 1, 1, 4], 3)
     (0, 2, 4)
@@ -114,7 +114,7 @@ def spread(costs: Sequence[float], parts: int) -> tuple[int, ...]:
     if not 1 <= parts <= count:
         raise StageError(f"{count} items cannot be cut into {parts} parts; every part needs one at least")
     sums = [0.0, *accumulate(costs)]
-    # least[k][j]: the dearest of k parts that hold the first j items, at best
+    # least[k][j]: the least possible largest cost of k parts with the first j items
     least = _table(parts, count, lambda before, cost: max(before, cost), sums, inf)[0]
     bound = least[parts][count] * (1 + 1e-12)
     _, back = _table(parts, count, lambda before, cost: before + cost * cost, sums, bound)
@@ -125,7 +125,10 @@ def spread(costs: Sequence[float], parts: int) -> tuple[int, ...]:
     return tuple(reversed(starts))
 
 
-def _table(parts: int, count: int, join: Any, sums: Sequence[float], bound: float) -> tuple[Any, Any]:
+def _table(
+    parts: int, count: int, join: Callable[[float, float], float], sums: Sequence[float], bound: float
+) -> tuple[list[list[float]], list[list[int]]]:
+    """By parts and items: the least joined cost, and where the last part begins."""
     value = [[inf] * (count + 1) for _ in range(parts + 1)]
     back = [[0] * (count + 1) for _ in range(parts + 1)]
     value[0][0] = 0.0

@@ -28,8 +28,7 @@ def tape(stage: int | Iterable[int], op: Op, microbatches: Iterable[int]) -> Ite
     [3F0, 3F1]
     """
     stages = repeat(stage) if isinstance(stage, int) else stage
-    ops: Iterator[Op] = repeat(op)
-    return map(Action, stages, ops, microbatches)
+    return map(Action._make, zip(stages, repeat(op), microbatches, strict=False))
 
 
 def tapes(stage: int, microbatches: int, *, small: bool = False) -> dict[str, Tape]:

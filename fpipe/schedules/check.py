@@ -204,7 +204,7 @@ def _missing(
         (i for i, cell in enumerate(rows[rank]) for p in cell.parts if (p.stage, p.microbatch) == (stage, mb)), None
     )
     if not training and bits & ~1:
-        extra = next(op for op in _BACKWARDS if bits & _BIT[op])
+        extra: Op = next(op for op in _BACKWARDS if bits & _BIT[op])
         what = f"a schedule of forwards alone has no {stage}{extra}{mb}; leave it out, or check(training=True)"
         position = next(i for i, cell in enumerate(rows[rank]) if Action(stage, extra, mb) in cell.parts)
         return _fault(rows, rank, position, what, "count")

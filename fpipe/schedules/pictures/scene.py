@@ -81,7 +81,7 @@ class Lane(NamedTuple):
     carried: tuple[tuple[float, float, str], ...] = ()  # (start, end, what) of what its link carries, if it is known
 
     def columns(self, count: int, scale: float) -> Iterator[tuple[float, float, list[tuple[Op, int, float]]]]:
-        """Columns of ``1 / scale`` time: for each its length, its idle time, and (op, shade, time) of what runs in it."""
+        """Columns of ``1 / scale`` time: for each the length, the idle time, and (op, shade, time) of what runs."""
         ends = [bar.end for bar in self.bars]
         for column in range(count):
             low, high = column / scale, (column + 1) / scale
