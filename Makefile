@@ -1,5 +1,5 @@
-# Everything a maintainer does. On a fresh machine with Python 3.11 or later and make, `make demo` and `make test`
-# set up .venv by themselves; they install again only when pyproject.toml or constraints.txt changed.
+# Tasks of a maintainer. They need Python 3.11 or later. The first one installs into .venv; later ones install again only
+# when pyproject.toml or constraints.txt has changed.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
@@ -36,13 +36,13 @@ $(VENV)/.installed-docs: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@$(PIP) -e '.[docs,pictures]'
 	@touch $@
 
-demo: $(VENV)/.installed ## train a small GPT through 4 processes, and see the promise kept; ARGS="--steps 50"
+demo: $(VENV)/.installed ## train a small GPT through 4 processes, and check its gradients; ARGS="--steps 50"
 	@$(BIN)/fpipe train --schedule ZBV --ranks 4 --steps 200 --out run $(ARGS)
 
 test: $(VENV)/.installed-dev ## the whole suite; ARGS="-k name" for a part, JOBS=1 for one process
 	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
-golden: $(VENV)/.installed-dev ## write golden files and what the docs say is printed anew; then look at git diff
+golden: $(VENV)/.installed-dev ## rewrite golden files and the output shown in the docs; then review git diff
 	@$(BIN)/python -m pytest -n $(JOBS) --update-golden tests/whole/test_golden.py tests/whole/test_docs.py $(ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff and pyright
@@ -50,20 +50,20 @@ lint: $(VENV)/.installed-dev ## ruff and pyright
 	@$(BIN)/ruff check .
 	@$(BIN)/pyright
 
-format: $(VENV)/.installed-dev ## let ruff put the code in order
+format: $(VENV)/.installed-dev ## format the code and apply fixes
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.installed-dev ## all benchmarks of a CPU, into docs/performance.md; ARGS="torch limit" for some
 	@$(BIN)/python -m benchmarks $(ARGS)
 
-bench-gpu: $(VENV)/.installed-dev ## those of one GPU, where there is one
+bench-gpu: $(VENV)/.installed-dev ## benchmarks of one GPU, if there is one
 	@$(BIN)/python -m benchmarks gpu $(ARGS)
 
 docs: $(VENV)/.installed-docs ## build the docs into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 	@echo "the docs are in site/: open site/index.html, no network is needed"
 
-clean: ## remove what was built or cached, keep .venv
+clean: ## remove build products and caches, keep .venv
 	@rm -rf build dist site .pytest_cache .ruff_cache .hypothesis *.egg-info
 	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

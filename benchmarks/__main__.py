@@ -1,10 +1,10 @@
-"""All benchmarks of a CPU, one after another: tables to the screen, JSON to results/, and docs/performance.md.
+"""Run all CPU benchmarks in turn; print tables, write JSON to results/ and the page docs/performance.md.
 
     python -m benchmarks [NAME ...] [--quick] [--into FOLDER]
 
-Each runs in a process of its own, one thread a process. Whoever runs it sees to it that the machine has nothing else to
-do: the load before and after is noted in each file. ``--quick`` takes few rounds, writes nothing of it down, and is for
-seeing that all of it runs. That of a GPU runs where it is named.
+Each runs in its own process, with one thread per process. The machine should be idle: each file records the load before
+and after. ``--quick`` takes few rounds and writes no results; it checks that all benchmarks run. The GPU benchmark runs
+only if it is named.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.report import PAGE, RESULTS, write
 NARROW = ("--narrow", "200mbit", "--mb", "1")
 FOUR = ("--ranks", "4", "--sizes", "medium")
 
-#: name -> (module, its arguments, those of a quick run)
+#: name -> (module, its arguments, the arguments of a quick run)
 BENCHES: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
     "torch": ("bench_torch", ("--rounds", "25"), ("--rounds", "2", "--sizes", "small")),
     "torch4": ("bench_torch", ("--rounds", "15", *FOUR), ("--rounds", "1", *FOUR, "--schedules", "ZBVZeroBubble")),
@@ -43,15 +43,15 @@ BENCHES: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
                (*NARROW, "--microbatches", "4", "--rounds", "1", "--layers", "4")),
     "gpu": ("bench_gpu", (), ("--rounds", "1", "--width", "256", "--tokens", "64")),
 }  # fmt: skip
-UNASKED = [name for name in BENCHES if name != "gpu"]
-#: what a benchmark needs beside processors -> what it is left out without
+DEFAULT = [name for name in BENCHES if name != "gpu"]
+#: benchmark -> commands that it needs, besides root
 NEEDED = {"narrow": ("ip", "tc")}
 
 
 def run(name: str, quick: bool, into: Path) -> int:
-    """One benchmark; what it found is written with what it ran on."""
+    """Run one benchmark, and write its results with a description of the machine."""
     if name in NEEDED and (os.geteuid() != 0 or not all(map(shutil.which, NEEDED[name]))):
-        print(f"\n---- {name} is left out: it needs root, and the commands {', '.join(NEEDED[name])}")
+        print(f"\n---- {name} is skipped: it needs root and the commands {', '.join(NEEDED[name])}")
         return 0
     module, full, short = BENCHES[name]
     print(f"\n---- {name}: {module}, load {load()} " + "-" * 40 + "\n", flush=True)
@@ -76,7 +76,7 @@ def main() -> int:
     unknown = set(given.names) - set(BENCHES)
     if unknown:
         parser.error(f"there is no benchmark {', '.join(sorted(unknown))}; there are {', '.join(BENCHES)}")
-    failed = [name for name in given.names or UNASKED if run(name, given.quick, given.into)]
+    failed = [name for name in given.names or DEFAULT if run(name, given.quick, given.into)]
     if failed:
         print(f"\nfailed: {', '.join(failed)}")
         return 1

@@ -1,8 +1,7 @@
 """From a cold process to the first step: 32 stages of one block function, traced, lowered, bound and run.
 
-Each schedule starts in a process of its own, in which torch is imported and nothing was traced. Then a second pipeline
-of the same functions is made there, which must trace nothing. The best of some starts counts, since other work on the
-machine can only add to it.
+Each schedule starts in a new process that has imported torch and traced nothing. A second pipeline of the same
+functions must then trace nothing. The minimum of several starts counts, since other load only adds time.
 
     python -m benchmarks.bench_cold [--starts 3] [--json FILE]
 """

@@ -1,9 +1,9 @@
 """On one GPU, a local group of four ranks on it: a pipeline step beside the same model without a pipeline.
 
 Transformer stages in bf16. The peer runs the same microbatches one after another through the whole model, by plain
-autograd; with ``compile="inductor"`` the peer is the compiled unsplit model. Then the host's work per instruction, and
-memory for as many microbatches in flight. All in turn, medians. Without a GPU it says so and does nothing; ``--device
-cpu`` runs it small, to see that it runs.
+autograd; with ``compile="inductor"`` the peer is the compiled unsplit model. Also the host's time per instruction,
+and memory for the same number of microbatches in flight. Alternating runs, medians. Without a GPU it prints a message
+and ends; ``--device cpu`` runs a small case.
 
     python -m benchmarks.bench_gpu [--width 2048] [--tokens 2048] [--rounds 15] [--json FILE]
 """

@@ -1,8 +1,8 @@
-"""How close a step comes to its limit, and to what is foretold of it: one process a rank.
+"""The time of a step relative to its lower limit and to its prediction, with one process per rank.
 
-The limit is the simulator's makespan with the times of the programs alone, every rank running its own at once, and the
-time of a message between two ranks that do nothing else. What is foretold is the makespan by a profile
-(``fpipe.measure_costs``). All of it is measured in turn, round by round; medians.
+The limit is the simulated makespan with the times of the programs alone, run on all ranks at once, and the time of a
+message between two idle ranks. The prediction is the makespan by a profile (``fpipe.measure_costs``). Alternating
+rounds, medians.
 
     python -m benchmarks.bench_limit [--sizes small medium] [--rounds 15] [--json FILE]
 """

@@ -1,9 +1,9 @@
-"""What the optimizer's barrier costs: spans of several steps, with all ranks waiting after each and without.
+"""The cost of the optimizer's barrier: spans of several steps, with a barrier after each and without.
 
-First in the simulator, every action taking one unit of time and messages none. Then on processes whose actions sleep
-for that unit, so that it does not matter how many cores there are: all clip by a global norm that is never reached,
-once with the plain step and once with the one that guesses, taking turns. Last, from a recorded run: how long before
-the last W of a step has ended on some rank the first F of the next one begins on rank 0.
+First in the simulator, with actions of one unit of time and free messages. Then on processes whose actions sleep for
+that unit, so that the number of cores is irrelevant: all clip by a global norm that is never reached, alternating
+between the plain and the optimistic step. Last, from a recorded run: how long before the end of the last W of a step
+the first F of the next step begins on rank 0.
 
     python -m benchmarks.bench_optimistic [--ranks 4] [--microbatches 8] [--steps 8] [--rounds 7] [--json FILE]
 """

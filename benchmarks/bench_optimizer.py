@@ -1,4 +1,4 @@
-"""What an optimizer step costs: fpipe's transforms beside torch's own foreach AdamW, in one process on one thread.
+"""The cost of an optimizer step: fpipe's transforms and torch's own foreach AdamW, in one process on one thread.
 
 Both step 200 parameters (100 matrices, each with a vector) in 8 stages; the rounds alternate, and medians are compared.
 

@@ -1,4 +1,4 @@
-"""What the runner itself costs: (a step - the programs it called) / instructions, in a local group, small stages."""
+"""The cost of the runner per instruction: (step - its programs) / instructions, in a local group with small stages."""
 
 from __future__ import annotations
 

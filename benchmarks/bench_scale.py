@@ -1,7 +1,7 @@
 """Lowering at scale: one rank's plan of 256 ranks and 2,048 microbatches; check and simulation of the whole schedule.
 
-No group of 256 is needed: lowering asks for programs of the rank's own stages and for the faces of all, and every stage
-here is the same function. Medians; the whole schedule in a process of its own, with the most memory that it held.
+No group of 256 is needed: lowering takes the programs of the rank's stages and the interfaces of all, and every stage
+is the same function. Medians. The whole schedule runs in its own process, with its peak memory.
 
     python -m benchmarks.bench_scale [--schedules 1F1B ZBVZeroBubble] [--rounds 3] [--json FILE]
 """

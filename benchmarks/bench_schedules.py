@@ -1,6 +1,6 @@
-"""How long schedules take to make, check and simulate, in plain Python: medians of rounds in which they take turns.
+"""The time to build, check and simulate schedules, in plain Python: medians of alternating rounds.
 
-Also one large case in a process of its own, with the most memory it held. Torch is never imported.
+Also one large case in its own process, with its peak memory. Torch is never imported.
 
     python -m benchmarks.bench_schedules [--ranks 64] [--microbatches 512] [--rounds 5] [--json FILE]
 """

@@ -1,4 +1,4 @@
-"""What splitting the backward costs: (F, I, W) against (F, B), and against torch's own split of autograd.
+"""The cost of a split backward pass: (F, I, W) against (F, B), and against torch's split of autograd.
 
 Four transformer blocks as one stage; prints medians of alternating runs on one thread.
 """

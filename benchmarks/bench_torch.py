@@ -1,7 +1,7 @@
-"""fpipe beside torch.distributed.pipelining: same model, same microbatches, same processes, taking turns.
+"""fpipe against torch.distributed.pipelining: same model, microbatches and processes, alternating steps.
 
-Prints, for every schedule, the median step of both, their ratio, and each one's peak of bytes in tensors (by one
-counter for both). ``--json`` writes the rows.
+Prints the median step of both for every schedule, their ratio, and the peak bytes in tensors of each, by the same
+counter. ``--json`` writes the rows.
 """
 
 from __future__ import annotations

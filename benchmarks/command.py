@@ -1,6 +1,6 @@
-"""What the command lines of the benchmarks share: counts that are asked for by name, and a file for what was found.
+"""Shared by the command lines of the benchmarks: options for counts, and a JSON file for the results.
 
-Imports neither torch nor fpipe: some benchmarks measure what doing without them is worth.
+Imports neither torch nor fpipe, because some benchmarks measure their absence.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from pathlib import Path
 
 
 def options(doc: str | None, **counts: int) -> argparse.ArgumentParser:
-    """A parser that knows these counts, each with what it is by default, and ``--json``."""
+    """A parser with an option per count, with its default, and ``--json``."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, count in counts.items():
         parser.add_argument(f"--{name}", type=int, default=count, help="%(default)s by default")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found into this file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     return parser
 
 
-def save(found: object, file: Path | None) -> None:
-    """Write what was found as JSON, where a file is asked for."""
+def save(results: object, file: Path | None) -> None:
+    """Write the results as JSON, if a file is given."""
     if file is not None:
-        file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What every benchmark here shares: alternating runs, medians, one thread, and a note of what it all ran on."""
+"""Shared by all benchmarks: alternating runs, medians, one thread, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import torch
 
 
 def alternate(runs: Sequence[Callable[[], object]], rounds: int = 30, warmup: int = 5) -> list[list[float]]:
-    """Seconds of each function in each round, the functions taking turns."""
+    """Seconds of each function in each round; the functions alternate."""
     torch.set_num_threads(1)
     for _ in range(warmup):
         for run in runs:
             run()
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(rounds):
-        for run, kept in zip(runs, times, strict=True):
+        for run, seconds in zip(runs, times, strict=True):
             start = time.perf_counter()
             run()
-            kept.append(time.perf_counter() - start)
+            seconds.append(time.perf_counter() - start)
     return times
 
 
@@ -35,23 +35,23 @@ def ratio(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def begin(group: Any, ahead: float = 5e-3) -> float:
-    """The moment at which all processes of a group on one host begin: agreed on, and waited for without sleeping.
+    """Wait, without sleeping, for a common start time of all processes of a group on one host, and return it.
 
-    Out of a barrier they come one after the other, by half a millisecond here: as long as a small stage takes.
+    After a barrier alone they start up to half a millisecond apart, which is the length of a small stage.
     """
-    soon = max(group.gather_objects(time.perf_counter())) + ahead  # one clock for all processes of a host
-    while time.perf_counter() < soon:
+    start_time = max(group.gather_objects(time.perf_counter())) + ahead  # one clock for all processes of a host
+    while time.perf_counter() < start_time:
         pass
-    return soon
+    return start_time
 
 
 def load() -> float:
-    """How many processes wanted to run, on average over the last minute."""
+    """The mean number of runnable processes over the last minute."""
     return round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else float("nan")
 
 
 def about(before: float) -> dict[str, object]:
-    """What a benchmark ran on, and the load before and after it."""
+    """The machine and its load before and after a benchmark."""
     return {
         "processor": _processor(), "cores": os.cpu_count(), "system": platform.system(), "torch": torch.__version__,
         "python": platform.python_version(), "load": [before, load()],

@@ -1,4 +1,4 @@
-"""The functions that more than one benchmark or trial builds its pipeline of."""
+"""Stage functions and losses of several benchmarks."""
 
 from __future__ import annotations
 

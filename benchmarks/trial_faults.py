@@ -1,11 +1,11 @@
-"""A rank killed, stopped or raising at random instructions of a step, under 4 processes: what every survivor is told.
+"""A rank killed, stopped or raising at random instructions of a step, with 4 processes: the errors of the survivors.
 
 python benchmarks/trial_faults.py                  # 20 points each, seeded; a table, and exit code 1 where one failed
 python benchmarks/trial_faults.py --how stop --points 3
 python benchmarks/trial_faults.py --sockets        # the same with all messages through gloo, none through shared memory
 
-Every survivor must raise within the time-out + 5 seconds of the fault, with an error that says what it waited for and
-leads to the rank that failed, what became of it and what it did last.
+Every survivor must raise within the time-out + 5 seconds of the fault, with an error that names what it waited
+for, the rank that failed, how it failed, and its last action.
 """
 
 from __future__ import annotations

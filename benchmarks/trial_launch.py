@@ -1,4 +1,4 @@
-"""examples/train.py, unchanged, in four ways to start it: the same loss to the last digit at each step.
+"""examples/train.py, launched in four ways: the same loss to the last digit at each step.
 
 python benchmarks/trial_launch.py                    # python, torchrun, two hosts (network namespaces), a local Ray
 python benchmarks/trial_launch.py --ways python ray --steps 5

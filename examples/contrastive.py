@@ -1,7 +1,7 @@
-"""A loss over the WHOLE batch: every row is compared with every other, across all microbatches (InfoNCE).
+"""A loss over the WHOLE batch: each row is compared with every other row of all microbatches (InfoNCE).
 
-A loss function of a pipeline sees one microbatch. ``fpipe.vjp`` gives outputs for the whole batch and a pullback:
-whatever stands between the two is ordinary PyTorch.
+The loss function of a pipeline receives one microbatch. ``fpipe.vjp`` returns the outputs of the whole batch and a
+pullback; between the two is ordinary PyTorch.
 
 python examples/contrastive.py
 """

@@ -1,4 +1,4 @@
-"""A schedule of one's own: 1F1B that never holds more than ``limit`` microbatches, in twenty lines.
+"""A custom schedule in twenty lines: 1F1B with at most ``limit`` microbatches in flight.
 
 python examples/custom_schedule.py
 """

@@ -1,10 +1,10 @@
-"""Meta-gradients through one inner step: where to begin, and how far to go, so that one step on a task is a good one.
+"""Meta-gradients through one inner step: the initial parameters and the step size for which one step on a task is best.
 
 python examples/meta.py
 
-The inner step is ``fpipe.grad`` and a transform of what it gives; the outer gradient is torch.func's, through both.
+The inner step is ``fpipe.grad`` and a gradient transform; the outer gradient is by torch.func, through both.
 Under a torch.func transform a pipeline on a local group is the plain function of its stages, and its gradient that of
-torch.func, so that derivatives of any order are right. Across processes this is refused.
+torch.func, so derivatives of any order are exact. On several processes this raises an error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model that exists, an nn.Module, becomes stages; trained through a pipeline, it gets its parameters back.
+"""An existing nn.Module is cut into stages, trained through a pipeline, and gets its parameters back.
 
 python examples/module.py
 """

@@ -1,11 +1,11 @@
-"""A transformer with a mixture of experts: expert parallelism x pipeline parallelism, fused actions woven.
+"""A transformer with a mixture of experts: expert parallelism x pipeline parallelism, fused actions interleaved.
 
     torchrun --nproc-per-node 4 examples/moe.py                        # 2 x 2 processes: DualPipeV, woven
     torchrun --nproc-per-node 4 examples/moe.py --schedule Overlapped1F1B
     torchrun --nproc-per-node 4 examples/moe.py --overlap sequential   # the same bits, without the overlap
     python examples/moe.py --plan                                      # one process; prints the plan and its weaves
 
-The members of an expert group hold different experts and the same of everything else. The block stands in
+The members of an expert group hold different experts and equal copies of all other parameters. The block is in
 moe_block.py.
 """
 

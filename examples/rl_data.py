@@ -1,8 +1,8 @@
-"""Around the engine of rl_engine.py: sequences cut into microbatches and padded, the loss of PPO, and some data.
+"""Data for rl_engine.py: sequences in microbatches with padding, the loss of PPO, and sample data.
 
     python examples/rl_engine.py
 
-Nothing here knows of pipelines. The data are pieces of a text, in place of what a policy would have written.
+Nothing here depends on pipelines. The data are pieces of a text in place of the samples of a policy.
 """
 
 from typing import Any

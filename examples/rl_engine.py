@@ -1,14 +1,15 @@
-"""The engine of a trainer for reinforcement learning, in sixty lines: what stands between its algorithm and a pipeline.
+"""The engine of a trainer for reinforcement learning, in sixty lines: the layer between its algorithm and a pipeline.
 
     python examples/rl_engine.py                                       # two ranks in this process
     torchrun --nproc-per-node 2 examples/rl_engine.py                  # two processes
 
-``forward_backward_batch(data, loss_function, forward_only)`` takes sequences of any lengths, cuts them into
-microbatches of so many tokens, pads each to a multiple of a divisor, and gives losses, metrics and log-probabilities
-back in the order of the data. A loss is ``loss(log_probs, microbatch) -> (mean over its tokens, metrics)``. Weights are
-known before the first backward, so the gradient is that of the mean over all tokens, however the data are cut.
+``forward_backward_batch(data, loss_function, forward_only)`` takes sequences of any lengths, groups them into
+microbatches of a number of tokens, pads each to a multiple of a divisor, and returns losses, metrics and
+log-probabilities in the order of the data. A loss is ``loss(log_probs, microbatch) -> (mean over its tokens, metrics)``.
+The weights of the microbatches are known before the first backward pass, so the gradient is that of the mean over all
+tokens for any grouping.
 
-How data are cut and padded, the loss of PPO and some data to try stand in rl_data.py.
+Grouping, padding, the loss of PPO and sample data are in rl_data.py.
 """
 
 from collections.abc import Callable

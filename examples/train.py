@@ -1,10 +1,10 @@
-"""A small GPT on Shakespeare's sonnets. This file runs unchanged in every one of these ways:
+"""A small GPT on Shakespeare's sonnets. This file runs unchanged in each of these ways:
 
 python examples/train.py                                                              # 4 ranks in this process
 torchrun --nproc-per-node 4 examples/train.py                                         # 4 processes
 torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 examples/train.py
 
-and each of them prints the same loss, to the last digit, at each step.
+and prints the same loss in each, to the last digit, at every step.
 """
 
 import argparse

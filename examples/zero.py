@@ -1,12 +1,12 @@
-"""Copies of a pipeline, and what they share: data parallel x pipeline parallel with ZeRO.
+"""Data parallel x pipeline parallel with ZeRO: copies of a pipeline that share parameters and optimizer state.
 
-torchrun --nproc-per-node 4 examples/zero.py               # 2 copies of a pipeline of 2 ranks, parameters in parts
+torchrun --nproc-per-node 4 examples/zero.py               # 2 copies of a pipeline of 2 ranks, sharded parameters
 torchrun --nproc-per-node 4 examples/zero.py --zero 0      # whole parameters: the same losses
 torchrun --nproc-per-node 4 examples/zero.py --plan        # with UNSHARD, RESHARD and REDUCE, and bytes, for one rank
 python examples/zero.py                                    # one process: a pipeline of two ranks, one copy
 
-The same lines serve every level: what ``pipe.shard`` gives goes into the optimizer and into the pipeline, and gradients
-come back in the same form.
+The same code works for every level: the optimizer and the pipeline take the result of ``pipe.shard``, and gradients
+have the same form.
 """
 
 from __future__ import annotations

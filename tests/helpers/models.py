@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 import fpipe
@@ -31,9 +32,9 @@ def mlp(p, x):
 def attention(p, x):
     """A pre-norm transformer block with SDPA and dropout."""
     h = F.layer_norm(x, (WIDTH,), p["norm1"], p["bias1"])
-    q, k, v = (h @ p["qkv"]).view(*x.shape[:2], 2, -1).transpose(1, 2).chunk(3, -1)
-    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
-    x = x + F.dropout(mixed @ p["out"], 0.25)
+    q, k, v = rearrange(h @ p["qkv"], "row t (head qkvd) -> row head t qkvd", head=2).chunk(3, -1)
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    x = x + F.dropout(rearrange(mixed, "row head t d -> row t (head d)") @ p["out"], 0.25)
     h = F.gelu(F.layer_norm(x, (WIDTH,), p["norm2"], p["bias2"]) @ p["up"])
     return x + F.dropout(h @ p["down"], 0.25)
 

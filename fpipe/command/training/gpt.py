@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -73,10 +74,9 @@ def stage_of_gpt(heads: int, p: dict[str, Any], x: Tensor) -> Tensor:
 
 
 def _block(heads: int, p: dict[str, Tensor], x: Tensor) -> Tensor:
-    rows, length, width = x.shape
-    q, k, v = (_norm(x, p["norm1"]) @ p["qkv"]).view(rows, length, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
+    q, k, v = rearrange(_norm(x, p["norm1"]) @ p["qkv"], "row t (qkv head d) -> qkv row head t d", qkv=3, head=heads)
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    x = x + mixed.transpose(1, 2).reshape(rows, length, width) @ p["mix"]
+    x = x + rearrange(mixed, "row head t d -> row t (head d)") @ p["mix"]
     return x + F.gelu(_norm(x, p["norm2"]) @ p["up"]) @ p["down"]
 
 
