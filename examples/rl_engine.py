@@ -5,7 +5,7 @@
 
 ``forward_backward_batch(data, loss_function, forward_only)`` takes sequences of any lengths, groups them into
 microbatches of a number of tokens, pads each to a multiple of a divisor, and returns losses, metrics and
-log-probabilities in the order of the data. A loss is ``loss(log_probs, microbatch) -> (mean over its tokens, metrics)``.
+log-probabilities in the order of the data. A loss is ``loss(log_probs, microbatch) -> (mean of tokens, metrics)``.
 The weights of the microbatches are known before the first backward pass, so the gradient is that of the mean over all
 tokens for any grouping.
 
