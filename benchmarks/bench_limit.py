@@ -23,7 +23,7 @@ from benchmarks.command import save
 from benchmarks.measure import begin
 from benchmarks.stages import square
 from fpipe.plans.plan import spec_of
-from fpipe.running.calls import Call
+from fpipe.running.calls import value_and_grad
 from fpipe.running.loop import WATCH
 from fpipe.running.profile.profiling import Measuring, whole
 
@@ -36,14 +36,14 @@ class Alone:
 
     def __init__(self, pipe: fpipe.Pipeline, params: Any, x: Any, t: Any):
         plain = pipe.under(whole(pipe.schedule(x.shape[0])))
-        call = Call(plain, params, x, (t,), {}, mode="grad")
-        (job,) = call.resolved().job.values()
-        self.kinds, self.top = job.kinds[0], pipe.stages - 1
+        call = plain.call("grad", params, x, (t,), {})
+        (lowered,) = plain.cache.plans_for(call).prepared.inputs.values()
+        self.kinds, self.top = lowered.kinds[0], pipe.stages - 1
         self.values: dict[int, dict[str, Any]] = {}
         self.times: dict[tuple[str, int], list[float]] = {}
         before = WATCH.set(self._watch)
         try:
-            call.value_and_grad()
+            value_and_grad(call, plain.cache)
         finally:
             WATCH.reset(before)
 
@@ -131,8 +131,8 @@ def measure(name: str, group: Any, size: str, microbatches: int, rounds: int) ->
     step(placed, x, t)
     alone, measuring = Alone(pipe, placed, x, t), Measuring(pipe, placed, x, t)
     profiled = fpipe.profile(step, name=name)
-    resolved = Call(pipe, placed, x, (t,), {}, mode="grad").resolved()
-    spec = spec_of(resolved.interfaces[0][0].y_avals[0])
+    prepared = pipe.cache.plans_for(pipe.call("grad", placed, x, (t,), {})).prepared
+    spec = spec_of(prepared.interfaces[0][0].y_avals[0])
     walls, totals, ways = [], [], []
     for _ in range(rounds):
         for _ in range(STEPS):

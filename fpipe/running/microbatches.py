@@ -1,22 +1,24 @@
-"""Batches cut into microbatches, and results put together again.
+"""Batches cut into microbatches, and results joined again.
 
-A batch is a pytree whose tensor leaves have a batch axis first; leaves that are not tensors go to every microbatch as
-they are. This module knows nothing of stages or ranks.
+The first axis of every tensor leaf of a batch is the batch axis; leaves that are not tensors are passed to every
+microbatch as they are. Knows no stages and no ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from .. import tree
 from ..errors import BatchError
+from ..tree import Tree
 
 
 class Microbatches:
-    """Already split pytrees, which may differ in shape; a stand-in for a batch argument.
+    """Already split pytrees, which may differ in shape; passed in place of a batch.
 
     >>> mbs = Microbatches([torch.ones(2), torch.ones(3)])
     >>> len(mbs), mbs[1].shape
@@ -25,7 +27,7 @@ class Microbatches:
 
     __slots__ = ("parts",)
 
-    def __init__(self, parts: Iterable[Any]):
+    def __init__(self, parts: Iterable[Tree]):
         self.parts = tuple(parts)
         if not self.parts:
             raise BatchError("Microbatches([]) is empty; give at least one microbatch")
@@ -33,18 +35,18 @@ class Microbatches:
     def __len__(self) -> int:
         return len(self.parts)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Tree:
         return self.parts[index]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Tree]:
         return iter(self.parts)
 
     def __repr__(self) -> str:
         return f"Microbatches({list(self.parts)!r})"
 
 
-def count(batches: Sequence[Any], microbatches: int | None) -> int:
-    """How many microbatches a call has: what ``Microbatches`` say, else the pipeline's own number.
+def count(batches: Sequence[Tree], microbatches: int | None) -> int:
+    """The number of microbatches of a call: that of its ``Microbatches``, else that of the pipeline.
 
     >>> count([Microbatches([1, 2, 3]), torch.ones(4)], 4)
     3
@@ -59,7 +61,7 @@ def count(batches: Sequence[Any], microbatches: int | None) -> int:
     return microbatches
 
 
-def split(batch: Any, parts: int, name: str = "the batch") -> list[Any]:
+def split(batch: Tree, parts: int, name: str = "the batch") -> list[Tree]:
     """Cut a batch into ``parts`` equal pytrees (views of the user's tensors).
 
     >>> [b["x"].tolist() for b in split({"x": torch.arange(4), "flag": True}, 2)]
@@ -73,9 +75,9 @@ def split(batch: Any, parts: int, name: str = "the batch") -> list[Any]:
     return [flat.tree(mb) for mb in range(parts)]
 
 
-def _check_leaf(leaf: Any, parts: int, name: str, alike: bool = False) -> None:
-    """Raise BatchError where a leaf cannot be cut into equal parts; ``alike`` ones without axes go to all parts."""
-    if not isinstance(leaf, torch.Tensor) or (alike and leaf.dim() == 0):
+def _check_leaf(leaf: Any, parts: int, name: str, shared_scalars: bool) -> None:
+    """Raise BatchError where a leaf cannot be cut into equal parts."""
+    if not isinstance(leaf, torch.Tensor) or (shared_scalars and leaf.dim() == 0):
         return
     if leaf.dim() == 0:
         raise BatchError(
@@ -98,51 +100,43 @@ def _split_leaf(leaf: Any, parts: int) -> Sequence[Any]:
 class Parts:
     """A batch argument as flat leaves, microbatch by microbatch: ``rows[m]`` under ``specs[m]``.
 
-    ``uniform`` says that all rows have one shape, so that looking at the first is enough. A batch is checked at once
-    but cut only where its rows are asked for: most ranks feed none of it. With ``alike`` a tensor without axes is no
-    mistake, but the same for every microbatch.
+    ``uniform`` says that all rows have one shape, so that the first row describes all. A batch is checked at once but
+    cut only when its rows are read: most ranks read none. With ``shared_scalars`` a tensor without axes is the same for
+    every microbatch; without it, it is an error.
 
     >>> Parts(torch.arange(4), 2, "x").rows
     [(tensor([0, 1]),), (tensor([2, 3]),)]
     """
 
-    __slots__ = ("_leaves", "_rows", "name", "specs", "uniform")
+    def __init__(self, batch: Tree, parts: int, name: str, shared_scalars: bool = False):
+        self.name, self.uniform = name, not isinstance(batch, Microbatches)
+        flat = [tree.flatten(part) for part in (split(batch, parts, name) if not self.uniform else [batch])]
+        self._leaves = [leaves for leaves, _ in flat]
+        self.specs = [spec for _, spec in flat] * (parts if self.uniform else 1)
+        if self.uniform:
+            for leaf in self._leaves[0]:
+                _check_leaf(leaf, parts, name, shared_scalars)
 
-    def __init__(self, batch: Any, parts: int, name: str, alike: bool = False):
-        self._rows: list[Sequence[Any]] | None = None
-        self.name = name
-        self.uniform = not isinstance(batch, Microbatches)
-        self._leaves: Sequence[Any] = ()
-        if isinstance(batch, Microbatches):
-            flat = [tree.flatten(part) for part in split(batch, parts, name)]
-            self._rows = [leaves for leaves, _ in flat]
-            self.specs = [spec for _, spec in flat]
-            return
-        self._leaves, spec = tree.flatten(batch)
-        for leaf in self._leaves:
-            _check_leaf(leaf, parts, name, alike)
-        self.specs = [spec] * parts
-
-    @property
-    def rows(self) -> list[Sequence[Any]]:
+    @cached_property
+    def rows(self) -> Sequence[Sequence[Any]]:
         """The leaves of every microbatch: views of the caller's tensors."""
-        if self._rows is None:
-            columns = [_split_leaf(leaf, len(self.specs)) for leaf in self._leaves]
-            self._rows = list(zip(*columns, strict=True)) if columns else [() for _ in self.specs]
-        return self._rows
+        if not self.uniform:
+            return self._leaves
+        columns = [_split_leaf(leaf, len(self.specs)) for leaf in self._leaves[0]]
+        return list(zip(*columns, strict=True)) if columns else [() for _ in self.specs]
 
-    def tree(self, mb: int) -> Any:
-        """One microbatch as the pytree that it is."""
+    def tree(self, mb: int) -> Tree:
+        """One microbatch as a pytree."""
         return tree.unflatten(self.specs[mb], self.rows[mb])
 
     def signature(self) -> tuple[Any, ...]:
         """Everything about the shapes that plans depend on, beside the number of parts."""
         if self.uniform:
-            return (self.specs[0], *map(tree.cache_key, self._leaves))
-        return tuple((spec, *map(tree.cache_key, row)) for spec, row in zip(self.specs, self.rows, strict=True))
+            return (self.specs[0], *map(tree.cache_key, self._leaves[0]))
+        return tuple((spec, *map(tree.cache_key, row)) for spec, row in zip(self.specs, self._leaves, strict=True))
 
 
-def merge(parts: Sequence[Any]) -> Any:
+def merge(parts: Sequence[Tree]) -> Tree:
     """The inverse of ``split``: tensor leaves joined along the first axis, other leaves taken from the first part.
 
     >>> merge([torch.zeros(2, 3), torch.ones(1, 3)]).shape

@@ -1,16 +1,13 @@
 """``fpipe.pipeline``: stages, a schedule and a loss as one function, and the transforms of it.
 
-A call abstracts its arguments, finds (or makes) the plans for that signature, lays the values into registers, drives
-the ranks that live here, and gathers what stands in the registers at the end.
+A ``Pipeline`` is a frozen ``Config`` with a cache of plans. Calls are in ``calls``; nothing here knows plans' insides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
-from functools import cached_property
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -18,232 +15,158 @@ from .. import tree
 from ..collectives.group import Group
 from ..collectives.setup import init
 from ..errors import StageError
-from ..generators import make_schedule
+from ..generators.sources import Source
 from ..plans.expected import expected
+from ..plans.plan import Plan
 from ..plans.sharding import Copies, Shares
 from ..plans.weaving.weave import Overlap
 from ..programs.functorch import functional
-from ..programs.losses import loss_sides
 from ..schedule import Schedule
 from ..schedules.costs import Costs
 from ..stage import Engine, Stage, as_stage, with_defaults, without_unsafe_compilers
-from .calls import RESERVED, Call
+from ..tree import Tree
+from . import calls
+from .arguments import Call, Each
+from .calls import Cache
+from .config import Config, Loss, Outputs, ties
 from .derived import nested
-from .feed import Feeder, Weighted, weighted
-from .handshake import agree
-from .loop import Check
 from .microbatches import Microbatches
-from .prepare import Config, Resolved
-
-Outputs = Literal["zeros", "everywhere", "last"]
-Reduction = Any  # "mean", "sum" or a Weighted
+from .prepare import Mode, Prepared
+from .reduction import Reduction, weighted
 
 
 class Pipeline:
-    """A pipeline: a function of (params, x, *targets). Made by ``fpipe.pipeline``."""
+    """A function of (params, x, *targets), returned by ``fpipe.pipeline``."""
 
-    def __init__(
-        self, stages: Sequence[Callable[..., Any] | Stage], schedule: Any, *, loss: Callable[..., Any] | None,
-        microbatches: int | None, group: Group, reduction: Reduction, seed: int | None, frozen: Sequence[str],
-        tied: Sequence[Sequence[str]], outputs: Outputs, accumulate: torch.dtype | None, engine: Engine,
-        compile: str | None, overlap: Any, copies: Copies | None,
-    ):  # fmt: skip
-        self.overlap = Overlap.of(overlap)
-        self.copies, self.shares, self._met = copies, None if copies is None else Shares(copies), False
-        self.loss = loss if loss is None or engine == "trace" else with_defaults(as_stage(loss), engine)
-        self.microbatches, self.group = microbatches, group
-        self.reduction, self.seed, self.outputs, self.accumulate = reduction, seed, outputs, accumulate
-        made = [as_stage(stage) for stage in stages]
-        self.functions = without_unsafe_compilers(
-            [with_defaults(stage, engine, compile) for stage in made], map(group.device, group.here), stacklevel=3
-        )
-        self.stages = len(made)
-        self.frozen = (*frozen, *(f"{s}.{p}" for s, stage in enumerate(made) for p in stage.frozen))
-        self.tied = _ties(made, tied)
-        self._schedule, self._schedules = schedule, dict[int, Schedule]()
-        if isinstance(schedule, Schedule) and microbatches is None:
-            self.microbatches = microbatches = schedule.microbatches
-        self._phases: dict[int, Schedule] = {}
-        self.cache: dict[Any, Resolved] = {}
-        self.debugging = False
-        self.placement = self.schedule(2 * group.size if microbatches is None else microbatches).placement
-        for name in {name for names in self.sides for name in names} & RESERVED:
-            raise StageError(f"{name!r} cannot be a side input, since a call has an argument of that name; rename it")
-        self.here = tuple(s for s in range(self.stages) if any(r in group.here for r in self.placement.ranks_of(s)))
+    def __init__(self, config: Config, cache: Cache | None = None):
+        shares = None if config.copies is None else Shares(config.copies)
+        self.config, self.cache = config, cache or Cache(shares)
+        self.group, self.copies, self.tied = config.group, config.copies, config.tied
+        self.placement, self.stages, self.here = config.placement, config.stages, config.here
+        self.output_rank = self.placement.rank_of(self.stages - 1)  # of the last stage, or its first replica
+
+    def __repr__(self) -> str:
+        return repr(self.config)
 
     # ---- questions ----------------------------------------------------------------------------------------------
     def schedule(self, microbatches: int) -> Schedule:
         """The checked schedule for a number of microbatches."""
-        found = self._schedules.get(microbatches)
-        if found is None:
-            found = self._schedules[microbatches] = _fitting(self._schedule, self, microbatches)
-        return found
-
-    def phased(self, microbatches: int) -> Schedule:
-        """The same schedule with every rank's forwards before its backwards."""
-        found = self._phases.get(microbatches)
-        if found is None:
-            base = self.schedule(microbatches)
-            first, rest = base.only("F"), base.only("BIW")
-            rows = tuple((*f, *b) for f, b in zip(first, rest, strict=True))
-            found = self._phases[microbatches] = Schedule(rows, base.placement, base.microbatches, base.name)
-        return found
+        return self.config.schedule_for(microbatches)
 
     def under(self, schedule: Schedule) -> Pipeline:
-        """The same pipeline by another schedule that has the stages on the same ranks; this one stays as it is."""
+        """The same pipeline with another schedule that places the stages on the same ranks; this one is unchanged."""
         if repr(schedule.placement) != repr(self.placement):
             raise StageError(
                 f"the schedule has stages on other ranks ({schedule.placement}) than the pipeline ({self.placement}); "
                 "make a pipeline with it, and place the parameters anew"
             )
-        other = copy(self)
-        other._schedule, other._schedules, other._phases, other.cache = schedule, {}, {}, {}
-        return other
+        return Pipeline(replace(self.config, schedule=schedule), Cache(self.cache.shares, self.cache.agreed))
 
-    def feeders(self, resolved: Resolved) -> dict[int, Feeder]:
-        """Where fed values come from, by rank."""
-        bound = resolved.bound.items()
-        return resolved.memo("feeders", lambda: {r: Feeder(b.plan, resolved, self.group.device(r)) for r, b in bound})
-
-    @property
-    def output_rank(self) -> int:
-        """The rank that holds the last stage (its first home, where it has several)."""
-        return self.placement.rank_of(self.stages - 1)
-
-    def recipe(self, has_aux: bool, check: Check | None = None) -> Config:
-        """What the cold path needs."""
-        return Config(self.functions, self.loss, has_aux, self.group, self.tied, self.accumulate, self.frozen, check,
-                      self.overlap, self.copies, str(self.reduction), self.seed)  # fmt: skip
-
-    def meet(self) -> None:
-        """Before the first step of all, copies of the pipeline compare what they are."""
-        if self.copies is not None and not self._met:
-            self._met = True
-            agree(self.copies.group, {
-                "schedule": repr(self), "copies": self.copies.told, "tied parameters": str(self.tied),
-                "the dtype of accumulation": str(self.accumulate), "the stages here": str(self.here),
-            })  # fmt: skip
-
-    @cached_property
-    def sides(self) -> tuple[tuple[str, ...], ...]:
-        """The side inputs of every stage, and of the loss at the end."""
-        return (*(stage.sides for stage in self.functions), loss_sides(self.loss))
-
-    def all_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of a tensor over the pipeline's processes; where they hold parts of stages, over its copies too."""
-        total = self.group.all_reduce(tensor)
-        return total if self.parts is None else self.parts.all_reduce(total)
+    def call(
+        self, mode: Mode, params: Sequence[Tree], x: Tree, targets: Sequence[Tree], side: dict[str, Tree],
+        **options: Any,
+    ) -> Call:  # fmt: skip
+        """The checked arguments of a call."""
+        return Call.of(self.config, mode, params, x, targets, side, **options)
 
     @property
     def parts(self) -> Group | None:
         """The group whose processes hold parts of the same leaves; None where leaves are whole."""
         return self.copies.group if self.copies is not None and self.copies.cut else None
 
+    def all_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of a tensor over the pipeline's processes; where they hold parts of stages, over its copies too."""
+        total = self.group.all_reduce(tensor)
+        return total if self.parts is None else self.parts.all_reduce(total)
+
     def gather(self, obj: object) -> list[Any]:
         """What every process of the pipeline passed, by rank."""
         return self.group.gather_objects(obj)
 
-    # ---- use ----------------------------------------------------------------------------------------------------
-    def place(self, params: Sequence[Any]) -> list[Any]:
-        """The parameters of the stages that live here, on their rank's device; ``None`` for the others."""
-        self.check_params(params)
-        out: list[Any] = [None] * self.stages
+    # ---- parameters ---------------------------------------------------------------------------------------------
+    def place(self, params: Sequence[Tree]) -> list[Tree]:
+        """The parameters of the stages of this process, on their rank's device; ``None`` for the others."""
+        self.config.check_params(params)
+        out: list[Tree] = [None] * self.stages
         for stage in self.here:
-            rank = next(r for r in self.placement.ranks_of(stage) if r in self.group.here)
-            device = self.group.device(rank)
+            device = self.group.device(self.config.rank_here(stage))
             move = lambda leaf, device=device: (
                 leaf.to(device) if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf
             )
             out[stage] = tree.tree_map(move, params[stage])
         return out
 
-    def shard(self, params: Sequence[Any]) -> list[Any]:
-        """This process's part of whole parameters, placed: what a pipeline with ``zero=`` takes and gives gradients of.
+    def shard(self, params: Sequence[Tree]) -> list[Tree]:
+        """This process's part of whole parameters, placed. With ``zero=`` calls take such parts.
 
-        The trees keep their form; a leaf becomes one axis with the elements that fall to this copy, perhaps none, on
-        which anything works that works element by element. Without ``zero=`` it is ``place``. The pipeline learns the
-        shapes of whole leaves here: where parts come from a checkpoint, call it with tensors on the device "meta".
+        The trees keep their structure; a leaf becomes one axis with the elements of this copy, perhaps none, and any
+        elementwise operation can be applied to it. Without ``zero=`` it is ``place``. The pipeline records the shapes
+        of whole leaves here: where parts are read from a checkpoint, call it with tensors on the device "meta".
         """
-        self.check_params(params)
-        if self.shares is None or self.parts is None:
+        self.config.check_params(params)
+        shares = self.cache.shares
+        if shares is None or self.parts is None:
             return self.place(params)
-        out: list[Any] = [None] * self.stages
-        for stage in self.here:
-            out[stage] = self.shares.cut(stage, params[stage], self.frozen)
-        return self.place(out)
+        cut = {stage: shares.cut(stage, params[stage], self.config.frozen) for stage in self.here}
+        return self.place([cut.get(stage) for stage in range(self.stages)])
 
-    def unshard(self, parts: Sequence[Any]) -> list[Any]:
-        """The inverse of ``shard``, for a checkpoint: whole trees of the stages here. Every process must call it.
+    def unshard(self, parts: Sequence[Tree]) -> list[Tree]:
+        """The inverse of ``shard``, for a checkpoint: whole trees of the stages of this process.
 
-        It takes any tree of the parameters' form, such as the moments of an optimizer.
+        Every process must call it. It takes any tree of the parameters' structure, such as the moments of an optimizer.
         """
-        self.check_params(parts)
-        shares = self.shares if self.parts is not None else None
+        self.config.check_params(parts)
+        shares = self.cache.shares if self.parts is not None else None
         return [
             part if shares is None or part is None else shares.join(stage, part) for stage, part in enumerate(parts)
         ]
 
-    def check_params(self, params: Any) -> None:
-        """Raise StageError where params is not one entry per stage."""
-        if not isinstance(params, (list, tuple)) or len(params) != self.stages:
-            got = f"{len(params)} entries" if isinstance(params, (list, tuple)) else f"a {type(params).__name__}"
-            raise StageError(
-                f"params must be a list with one pytree for each of the {self.stages} stages, in stage order; got {got}"
-            )
-
+    # ---- use ----------------------------------------------------------------------------------------------------
     def __call__(
-        self, params: Any, x: Any, *targets: Any, seed: int | None = None, has_aux: bool = False,
-        each: Callable[[int, Any], Any] | None = None, **side: Any,
-    ) -> Any:  # fmt: skip
+        self, params: Sequence[Tree], x: Tree, *targets: Tree, seed: int | None = None, has_aux: bool = False,
+        each: Each | None = None, **side: Tree,
+    ) -> Tree:  # fmt: skip
         """Forward only: the loss, or without one the outputs. No graph, nothing saved.
 
-        ``each(number, output)`` is called with a microbatch's output as soon as that is there, on the rank that holds
-        the last stage. What it returns comes back in place of the outputs, as a list in microbatch order (``None``
-        on other ranks, unless ``outputs="everywhere"``), and the outputs are let go of.
+        ``each(number, output)`` is called with a microbatch's output as soon as it is computed, on the rank of the last
+        stage. The results of ``each`` are returned in place of the outputs, as a list in microbatch order (``None`` on
+        other ranks, unless ``outputs="everywhere"``), and the outputs are freed.
         """
-        if functional((params, x, targets, side)):
-            return Call(self, params, x, targets, side, mode="forward", has_aux=has_aux, each=each).plainly()
-        made = Call(self, params, x, targets, side, mode="forward", seed=seed, has_aux=has_aux, each=each)
-        return made.forward()
+        call = self.call("forward", params, x, targets, side, seed=seed, has_aux=has_aux, each=each)
+        return nested.forward(call) if functional((params, x, targets, side)) else calls.forward(call, self.cache)
 
-    def plan(self, params: Any, x: Any, *targets: Any, **side: Any) -> Plans:
-        """What each rank here will run for these arguments, and its peak memory; print it."""
-        mode = "grad" if self.loss is not None else "vjp"
-        return Plans(Call(self, params, x, targets, side, mode=mode).resolved())
-
-    def __repr__(self) -> str:
-        name = self._schedule if isinstance(self._schedule, str) else getattr(self._schedule, "name", "custom")
-        return f"<fpipe pipeline: {self.stages} stages, schedule {name}, {self.group!r}>"
+    def plan(self, params: Sequence[Tree], x: Tree, *targets: Tree, **side: Tree) -> Plans:
+        """What each rank of this process will run for these arguments, and its peak memory; print it."""
+        call = self.call("vjp" if self.config.loss is None else "grad", params, x, targets, side)
+        return Plans(self.cache.plans_for(call).prepared)
 
 
 class Plans:
-    """The plans of the ranks that live here, by rank; ``peak`` gives each one's most bytes."""
+    """The plans of the ranks of this process, by rank; ``peak`` is the peak memory of each in bytes."""
 
-    def __init__(self, resolved: Resolved):
-        self.by_rank = resolved.plans
+    def __init__(self, prepared: Prepared):
+        self.by_rank = prepared.plans
         self.peak = {rank: plan.peak for rank, plan in self.by_rank.items()}
-        self._jobs = resolved.job
+        self._inputs = prepared.inputs
 
     @property
     def costs(self) -> Costs:
         """What is expected, for ``schedule.simulate``: programs by shapes, woven actions by their weaves."""
-        return expected(self._jobs, self.by_rank)
+        return expected(self._inputs, self.by_rank)
 
-    def __getitem__(self, rank: int) -> Any:
+    def __getitem__(self, rank: int) -> Plan:
         return self.by_rank[rank]
 
     def __str__(self) -> str:
-        head = ["rank  instructions  slots  peak bytes"]
-        head += [
-            f"{r:4d}  {len(p.instructions):12d}  {p.slots:5d}  {p.peak:10,d}" for r, p in sorted(self.by_rank.items())
-        ]
-        return "\n".join([*head, "", *(str(p) for _, p in sorted(self.by_rank.items()))])
+        plans = [plan for _, plan in sorted(self.by_rank.items())]
+        rows = [f"{p.rank:4d}  {len(p.instructions):12d}  {p.slots:5d}  {p.peak:10,d}" for p in plans]
+        return "\n".join(["rank  instructions  slots  peak bytes", *rows, "", *map(str, plans)])
 
     __repr__ = __str__
 
 
 def pipeline(
-    stages: Sequence[Callable[..., Any] | Stage], schedule: Any = "1F1B", *, loss: Callable[..., Any] | None = None,
+    stages: Sequence[Callable[..., Any] | Stage], schedule: Source = "1F1B", *, loss: Loss | None = None,
     microbatches: int | None = None, group: Group | None = None, reduction: Reduction = "mean",
     seed: int | None = None, frozen: Sequence[str] = (), tied: Sequence[Sequence[str]] = (),
     outputs: Outputs = "zeros", accumulate: torch.dtype | None = None, engine: Engine = "trace",
@@ -251,7 +174,7 @@ def pipeline(
     dp: Group | None = None, zero: int = 0, reduce_dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 25,
     unsharded: int = 2, own: Sequence[str] = (),
 ) -> Pipeline:  # fmt: skip
-    """Make a function of (params, x, *targets) out of stages, a schedule and a loss.
+    """A function of (params, x, *targets) from stages, a schedule and a loss.
 
     ``schedule`` is a name, a Schedule, a path to a CSV, or a function (ranks, microbatches) -> Schedule. ``overlap``
     says how fused actions run: ``"weave"``, ``"sequential"``, a function that gets both parts and returns both results,
@@ -276,95 +199,48 @@ def pipeline(
     """
     if not isinstance(stages, (list, tuple)) or not stages:
         raise StageError("stages must be a list of functions fn(params, x), one at least")
-    if reduction not in ("mean", "sum") and not isinstance(reduction, Weighted):
-        raise StageError(f"reduction={reduction!r}; give 'mean', 'sum' or fpipe.weighted(fn)")
-    if outputs not in ("zeros", "everywhere", "last"):
-        raise StageError(f"outputs={outputs!r}; give 'zeros', 'everywhere' or 'last'")
-    return Pipeline(
-        stages, schedule, loss=loss, microbatches=microbatches, group=group or init(), reduction=reduction,
-        seed=seed, frozen=frozen, tied=tied, outputs=outputs, accumulate=accumulate, engine=engine, compile=compile,
-        overlap=overlap,
+    group = group or init()
+    parts = [as_stage(stage) for stage in stages]
+    devices = map(group.device, group.here)
+    if isinstance(schedule, Schedule) and microbatches is None:
+        microbatches = schedule.microbatches
+    return Pipeline(Config(
+        without_unsafe_compilers([with_defaults(stage, engine, compile) for stage in parts], devices, stacklevel=2),
+        schedule, group,
+        loss=loss if loss is None or engine == "trace" else with_defaults(as_stage(loss), engine),
+        microbatches=microbatches, reduction=reduction, seed=seed,
+        frozen=(*frozen, *(f"{s}.{name}" for s, stage in enumerate(parts) for name in stage.frozen)),
+        tied=ties(parts, tied), outputs=outputs, accumulate=accumulate, overlap=Overlap.of(overlap),
         copies=Copies.of(dp, zero, reduce_dtype, bucket_bytes, unsharded, reduction == "mean", tuple(own)),
-    )  # fmt: skip
-
-
-def _ties(stages: Sequence[Stage], tied: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
-    """Groups of tied leaves, by hand and as the stages carry them."""
-    carried: dict[str, list[str]] = {}
-    for index, stage in enumerate(stages):
-        for leaf, group in stage.ties:
-            carried.setdefault(group, []).append(f"{index}.{leaf}")
-    groups = [tuple(group) for group in tied] + [tuple(g) for g in carried.values() if len(g) > 1]
-    for group in groups:
-        for name in group:
-            head = name.partition(".")[0]
-            if not head.isdigit() or int(head) >= len(stages):
-                raise StageError(f"tied={group!r}: {name!r} should read 'stage.leaf', with a stage below {len(stages)}")
-    return tuple(groups)
-
-
-def _fitting(source: Any, pipe: Pipeline, microbatches: int) -> Schedule:
-    """The schedule that a user named, made and checked for this pipeline."""
-    ranks, stages = pipe.group.size, pipe.stages
-    if isinstance(source, Path) or (isinstance(source, str) and source.lower().endswith(".csv")):
-        source = Schedule.from_csv(source)
-    made: Any
-    if isinstance(source, str):
-        made = make_schedule(source, ranks, microbatches, stages=stages)
-    elif isinstance(source, Schedule):
-        made = source
-    elif callable(source):
-        made = source(ranks, microbatches)
-    else:
-        raise StageError(
-            f"schedule={source!r}; give a name, a Schedule, a path to a CSV or a function (ranks, microbatches)"
-        )
-    if not isinstance(made, Schedule):
-        raise StageError(f"the schedule function returned a {type(made).__name__}; it must return an fpipe.Schedule")
-    schedule = made
-    if schedule.ranks != ranks:
-        raise StageError(f"the schedule is for {schedule.ranks} ranks, the group has {ranks}; make both agree")
-    if schedule.stages != stages:
-        raise StageError(
-            f"the schedule runs {schedule.stages} stages, the pipeline has {stages}; give as many stages as it runs, "
-            "or make_schedule(..., stages=)"
-        )
-    if schedule.microbatches != microbatches and not isinstance(source, Schedule):
-        raise StageError(f"the schedule function made {schedule.microbatches} microbatches where {microbatches} run")
-    if schedule.microbatches != microbatches and pipe.microbatches is not None:
-        raise StageError(
-            f"the schedule is for {schedule.microbatches} microbatches, but {microbatches} are run; "
-            "say microbatches= as the schedule does, or give a name or a function"
-        )
-    return schedule.check()
+    ))  # fmt: skip
 
 
 # ---- transforms -----------------------------------------------------------------------------------------------------
-
-
 def value_and_grad(pipe: Pipeline, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False) -> Callable[..., Any]:
     """A function that runs the schedule and returns ``(loss, grads)``.
 
     ``argnums=(0, 1)`` returns the gradient of the input too; ``has_aux=True`` makes the value ``(loss, [aux, ...])``;
-    a pipeline whose stages carry state, given as ``state=[...]``, adds the new state to the value. The function takes
-    ``loss_scale=``: gradients, not the value, come multiplied by it, for an optimizer that divides them in a wider
+    a pipeline whose stages carry state, passed as ``state=[...]``, adds the new state to the value. The function takes
+    ``loss_scale=``: gradients, not the value, are multiplied by it, for an optimizer that divides them in a wider
     dtype, as ``fpipe.dynamic_loss_scale`` does.
     """
     if not isinstance(pipe, Pipeline):
         raise StageError(f"value_and_grad takes what fpipe.pipeline returns, not {type(pipe).__name__}")
-    if pipe.loss is None:
+    if pipe.config.loss is None:
         raise StageError("this pipeline has no loss to differentiate; say pipeline(..., loss=) or use fpipe.vjp")
     wanted = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     if not wanted or any(n not in (0, 1) for n in wanted):
         raise StageError(f"argnums={argnums!r}; 0 is the parameters and 1 the input, nothing else is differentiated")
 
-    def call(params: Any, x: Any, *targets: Any, seed: int | None = None, loss_scale: Any = None, _value: bool = True,
-             **side: Any) -> Any:  # fmt: skip
-        how = {"wanted": wanted, "has_aux": has_aux, "loss_scale": loss_scale}
+    def call(params: Sequence[Tree], x: Tree, *targets: Tree, seed: int | None = None, loss_scale: Any = None,
+             _value: bool = True, **side: Tree) -> Any:  # fmt: skip
+        call = pipe.call(
+            "grad", params, x, targets, side, seed=seed, wanted=wanted, has_aux=has_aux, loss_scale=loss_scale
+        )
         if functional((params, x, targets, side)):
-            value, grads = nested.value_and_grad(pipe, params, x, targets, side, **how)
+            value, grads = nested.value_and_grad(call, x)
         else:
-            value, grads = Call(pipe, params, x, targets, side, mode="grad", seed=seed, **how).value_and_grad(_value)
+            value, grads = calls.value_and_grad(call, pipe.cache, _value)
         return value, grads[0] if isinstance(argnums, int) else grads
 
     return call
@@ -374,25 +250,27 @@ def grad(pipe: Pipeline, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = 
     """The gradient alone, without waiting for the loss; with ``has_aux=True``, ``(grads, aux)``."""
     both = value_and_grad(pipe, argnums, has_aux=has_aux)
 
-    def call(params: Any, x: Any, *targets: Any, **keywords: Any) -> Any:
+    def call(params: Sequence[Tree], x: Tree, *targets: Tree, **keywords: Any) -> Any:
         value, grads = both(params, x, *targets, _value=has_aux, **keywords)
         return (grads, value[1]) if has_aux else grads
 
     return call
 
 
-def vjp(pipe: Pipeline, params: Any, x: Any, *, seed: int | None = None, **side: Any) -> tuple[Any, Any]:
+def vjp(
+    pipe: Pipeline, params: Sequence[Tree], x: Tree, *, seed: int | None = None, **side: Tree
+) -> tuple[Tree, calls.Pullback]:
     """Outputs of the whole batch, and a pullback from their cotangents to ``(dparams, dx)``.
 
     The forwards of the schedule run now, the backwards when the pullback is called: any loss over the whole batch fits
-    in between. The pullback frees as it goes and can be called once, or more often with ``retain=True``.
+    in between. The pullback frees as it runs and can be called once, or more often with ``retain=True``.
     """
-    if pipe.loss is not None:
+    if pipe.config.loss is not None:
         raise StageError("vjp takes a pipeline without a loss; leave loss= out, or use value_and_grad")
-    scalar = next((stage.label for stage in pipe.functions if stage.aux_loss), None)
+    scalar = next((stage.label for stage in pipe.config.functions if stage.aux_loss), None)
     if scalar is not None:
         raise StageError(f"stage {scalar} has aux_loss=True, and without a loss there is no total that it could join")
-    return Call(pipe, params, x, (), side, mode="vjp", seed=seed, wanted=(0, 1)).vjp()
+    return calls.vjp(pipe.call("vjp", params, x, (), side, seed=seed, wanted=(0, 1)), pipe.cache)
 
 
 __all__ = ["Microbatches", "Pipeline", "grad", "pipeline", "value_and_grad", "vjp", "weighted"]

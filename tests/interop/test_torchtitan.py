@@ -159,7 +159,7 @@ def mixed() -> Small:
 def test_experts_run_on_autograd_and_count():
     model, tokens, labels = mixed(), torch.randint(7, (4, 5)), torch.randint(7, (4, 5))
     pipe, params = torchtitan.pipeline(model, config(schedule="DualPipeV"), group=fpipe.local(2))
-    assert [stage.engine for stage in pipe.functions] == ["trace", "eager", "eager", "trace"]
+    assert [stage.engine for stage in pipe.config.functions] == ["trace", "eager", "eager", "trace"]
     (loss, counts), grads = fpipe.value_and_grad(pipe)(params, tokens, labels)
     twin = mixed()  # the model's own statistics were left alone
     assert not any(buffer.any() for buffer in model.buffers())

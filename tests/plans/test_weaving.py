@@ -420,9 +420,9 @@ def _hundred_runs() -> list[str]:
             for how in ("sequential", "weave"):
                 time.sleep(delay.random() * 0.004)  # ranks come at different times
                 found.append(step(pipes[name, m, how], seed, rows=4 * m))
-            woven = pipes[name, m, "weave"].cache.values()
+            woven = pipes[name, m, "weave"].cache.plans.values()
             if experts > 1 and not any(
-                not w.reason for r in woven for b in r.bound.values() for w in b.plan.weaves.values()
+                not w.reason for r in woven for p in r.prepared.plans.values() for w in p.weaves.values()
             ):
                 wrong.append(f"{name} was not woven")
             if not same(*found):

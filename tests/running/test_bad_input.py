@@ -118,7 +118,7 @@ CALLED_WRONG = {
         lambda: step(piped([layer, with_side] * 2)), fpipe.StageError, "stage 1.*missing.*'mask'",
     ),
     "a weight for each row": (
-        lambda: step(piped(reduction=fpipe.weighted(lambda t: t))), fpipe.BatchError, "one number a microbatch",
+        lambda: step(piped(reduction=fpipe.weighted(lambda t: t))), fpipe.BatchError, "one number per microbatch",
     ),
     "state of another length": (
         lambda: step(piped([fpipe.Stage(lambda p, s, x: (x, s), state=True)] * 4), state=[None]), fpipe.StageError,
@@ -168,7 +168,8 @@ def test_after_an_error_the_next_call_works():
 def test_a_deadlock_tells_what_every_rank_waits_for():
     """A schedule is checked before it runs, so this one is put where only checked ones are."""
     pipe = piped([layer] * 2, schedule="1F1B", microbatches=2)
-    pipe._schedules[2] = fpipe.Schedule.parse("[0F0, 0B0, 0F1, 0B1]\n[1F1, 1B1, 1F0, 1B0]")
+    unchecked = fpipe.Schedule.parse("[0F0, 0B0, 0F1, 0B1]\n[1F1, 1B1, 1F0, 1B0]")
+    vars(pipe.config)["schedule_for"] = lambda microbatches: unchecked
     with pytest.raises(fpipe.DeadlockError) as caught:
         step(pipe, PARAMS[:2])
     assert "rank 0: waiting for 1B1's message from rank 1" in str(caught.value)

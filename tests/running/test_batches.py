@@ -56,7 +56,7 @@ def test_the_plan_holds_one_output_where_each_is_given():
     pipe = fpipe.pipeline(fns, "1F1B", microbatches=PARTS, group=fpipe.local(2))
     pipe(params, x)
     pipe(params, x, each=lambda i, y: None)
-    all_of_them, one = ({r: p.peak for r, p in made.plans.items()}[1] for made in pipe.cache.values())
+    all_of_them, one = ({r: p.peak for r, p in made.prepared.plans.items()}[1] for made in pipe.cache.plans.values())
     output = 4 * 2 * 100 * WIDTH
     assert all_of_them >= PARTS * output and output <= one < 2 * output + 4 * WIDTH * 100 * WIDTH
 
@@ -142,7 +142,7 @@ def test_the_plans_of_many_signatures_are_let_go(monkeypatch: pytest.MonkeyPatch
     pipe = piped("GPipe", 1, group=fpipe.local(1), microbatches=1)
     for rows in (1, 2, 3, 4, 1, 5, 6, 7):
         pipe(params, x[:1].expand(rows, WIDTH))
-    kept = [made.request.kinds[0][0].leaves[0].shape[0] for made in pipe.cache.values()]
+    kept = [made.prepared.request.kinds[0][0].leaves[0].shape[0] for made in pipe.cache.plans.values()]
     assert sorted(kept) == [1, 3, 4, 5, 6, 7], "what was used last stays"
 
 

@@ -258,7 +258,7 @@ def test_a_tensor_without_axes_is_the_same_for_every_microbatch(params: list[Ten
 @pytest.mark.parametrize(("make", "raised", "said"), [
     (lambda: piped(engine="jit"), fpipe.StageError, "engine='jit'; give one of 'trace', 'eager'"),
     (lambda: piped(microbatches=0), fpipe.ScheduleError, "microbatches=0"),
-    (lambda: fpipe.local(devices=["cpu", "cuda:99"]), fpipe.GroupError, "device 'cuda:99' is not here"),
+    (lambda: fpipe.local(devices=["cpu", "cuda:99"]), fpipe.GroupError, "device 'cuda:99' is not available"),
     (lambda: fpipe.local(devices=["gpu"]), fpipe.GroupError, "none that torch knows"),
 ])  # fmt: skip
 def test_what_cannot_be_is_told_before_anything_runs(make: Any, raised: type[Exception], said: str):
@@ -359,7 +359,7 @@ def test_microbatches_of_other_shapes_and_counts_from_call_to_call(params: list[
         ts = [torch.randn(n, WIDTH) for n in sizes]
         made = step(params, fpipe.Microbatches(xs), fpipe.Microbatches(ts))
         assert same(made, plain([layer] * STAGES, params, xs, ts)), sizes
-    assert len(pipe.cache) == 4, "a signature was planned twice"
+    assert len(pipe.cache.plans) == 4, "a signature was planned twice"
 
 
 def test_microbatches_of_other_structure(params: list[Tensor], x: Tensor, t: Tensor):
@@ -456,7 +456,7 @@ def test_frozen_leaves_get_none_and_cost_nothing(x: Tensor, t: Tensor):
 
 
 def test_a_frozen_pattern_that_fits_nothing_is_told(params: list[Tensor], x: Tensor, t: Tensor):
-    with pytest.raises(fpipe.StageError, match=r"frozen='9\.norm' fits no leaf"):
+    with pytest.raises(fpipe.StageError, match=r"frozen='9\.norm' matches no leaf"):
         fpipe.grad(piped(frozen=["9.norm"]))(params, x, t)
 
 
@@ -534,7 +534,7 @@ def test_state_goes_from_microbatch_to_microbatch_and_from_call_to_call(params: 
     assert state[0]["n"] == 2 * PARTS
     loss, after = pipe(params, x, t, state=state)
     assert after[0]["n"] == 3 * PARTS and loss.shape == ()
-    outputs = fpipe.pipeline(pipe.functions, "ZBV", microbatches=PARTS, group=fpipe.local(2))
+    outputs = fpipe.pipeline(pipe.config.functions, "ZBV", microbatches=PARTS, group=fpipe.local(2))
     (y, after), pullback = fpipe.vjp(outputs, params, x, state=state)
     assert after[0]["n"] == 3 * PARTS and pullback(y)[0][0].shape == (WIDTH, WIDTH)
 
@@ -558,8 +558,8 @@ def test_forward_alone(schedule: str, x: Tensor):
     params = [torch.randn(WIDTH, WIDTH) for _ in range(count)]
     pipe = piped([layer] * count, schedule, loss=None)
     assert torch.equal(pipe(params, x), reduce(lambda v, p: layer(p, v), params, x))
-    (resolved,) = pipe.cache.values()
-    assert not any(ins.kind in "BIW" for plan in resolved.plans.values() for ins in plan.instructions)
+    (cached,) = pipe.cache.plans.values()
+    assert not any(ins.kind in "BIW" for plan in cached.prepared.plans.values() for ins in plan.instructions)
 
 
 # ---- what goes between stages ---------------------------------------------------------------------------------------

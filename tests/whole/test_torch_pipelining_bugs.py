@@ -194,8 +194,8 @@ def test_eval_on_zbv_or_dualpipev(name: str):
     for p in params:
         true = layer(p, true)
     assert torch.equal(y, true)
-    (resolved,) = outputs.cache.values()
-    for plan in resolved.plans.values():
+    (cached,) = outputs.cache.plans.values()
+    for plan in cached.prepared.plans.values():
         assert {ins.kind for ins in plan.instructions} <= {"F", "SEND", "RECV", "WAIT", "SETTLE", "FREE"}
         assert all(len(ins.writes) == 1 for ins in plan.instructions if ins.kind == "F"), "something is saved"
 

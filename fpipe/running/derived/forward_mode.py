@@ -1,16 +1,14 @@
-"""Forward mode through a pipeline: every stage becomes a dual one, whose values travel as pairs with their tangents.
+"""Forward mode through a pipeline: every stage becomes a dual one, whose values are pairs with their tangents.
 
-A dual pipeline has the schedule, the group and the settings of the one that it is made of, so whatever can be done
-with a pipeline can be done with it: its forward gives directional derivatives, its gradient is a Hessian times a
-vector. Knows stages and pipelines; no plan and no register.
+A dual pipeline has the configuration of the one that it is derived from, so everything that can be done with a pipeline
+can be done with it: its forward computes directional derivatives, its gradient a Hessian-vector product. Knows stages
+and pipelines; no plan and no register.
 """
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Callable, Sequence
-from copy import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -21,22 +19,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ... import tree
 from ...errors import StageError
-from ...stage import Stage, as_stage, keyword_only
+from ...stage import Stage, as_stage
 from ...tree import Tree
-from ..calls import Call
+from .. import calls
 from ..microbatches import Microbatches
 from ..pipeline import Pipeline
-from .normalizations import Spelled
+from .normalizations import PlainNormalizations
+from .variants import Chosen, Function, wrapped
 
 _DUALS: WeakKeyDictionary[Pipeline, Pipeline] = WeakKeyDictionary()
 
 
-def jvp(pipe: Pipeline, primals: Sequence[Any], tangents: Sequence[Any], *rest: Any, seed: int | None = None,
-        **side: Any) -> tuple[Any, Any]:  # fmt: skip
-    """What the pipeline gives, and how that changes along the tangents: one forward of its schedule, on pairs.
+def jvp(pipe: Pipeline, primals: Sequence[Tree], tangents: Sequence[Tree], *rest: Tree, seed: int | None = None,
+        **side: Tree) -> tuple[Tree, Tree]:  # fmt: skip
+    """The value of the pipeline and its derivative along the tangents: one forward of its schedule, on pairs.
 
-    ``primals`` are ``(params,)`` or ``(params, x)``, ``tangents`` trees of the same form; ``None`` in one stands for
-    zeros. What is left of the pipeline's arguments follows. Each activation and each message is twice as large. With a
+    ``primals`` are ``(params,)`` or ``(params, x)``, ``tangents`` trees of the same structure, where ``None`` means
+    zeros. The rest of the pipeline's arguments follows. Each activation and each message is twice as large. With a
     loss both results are on every rank; without one both are outputs, where ``outputs=`` says. Auxiliary losses count.
     Stages with state, copies of the pipeline (``dp=``) and functions without a rule for forward mode are refused.
 
@@ -48,19 +47,21 @@ def jvp(pipe: Pipeline, primals: Sequence[Any], tangents: Sequence[Any], *rest: 
     """
     params, pairs, targets = _paired(pipe, primals, tangents, rest)
     twin = dual(pipe)
-    if pipe.loss is None:
+    if pipe.config.loss is None:
         return _parted(twin(params, pairs, *targets, seed=seed, **side))
-    call = Call(twin, params, pairs, targets, side, mode="forward", seed=seed, has_aux=True)
-    change, values = call.forward()
-    return call.weighed(values), change
+    call = twin.call("forward", params, pairs, targets, side, seed=seed, has_aux=True)
+    change, values = calls.forward(call, twin.cache)
+    weights = call.weights()
+    assert weights is not None
+    return weights.sum(values), change
 
 
-def hvp(pipe: Pipeline, params: Sequence[Any], v: Sequence[Any], x: Any, *targets: Any, seed: int | None = None,
-        **side: Any) -> list[Any]:  # fmt: skip
+def hvp(pipe: Pipeline, params: Sequence[Tree], v: Sequence[Tree], x: Tree, *targets: Tree, seed: int | None = None,
+        **side: Tree) -> Sequence[Tree]:  # fmt: skip
     """The Hessian of the loss in the parameters times ``v``: the gradient, by the same schedule, of :func:`jvp`.
 
     Forward over reverse would need the backward twice; this is one step of dual stages, of about three times the work
-    of a plain one. Has the form of ``grad``: one tree per stage that lives here, ``None`` for frozen leaves.
+    of a plain one. Like ``grad`` it returns one tree per stage of this process, with ``None`` for frozen leaves.
 
     >>> from fpipe import local, pipeline
     >>> pipe = pipeline([lambda w, x: w * x] * 2, loss=lambda y: y.sum(), microbatches=1, group=local(2))
@@ -68,147 +69,132 @@ def hvp(pipe: Pipeline, params: Sequence[Any], v: Sequence[Any], x: Any, *target
     >>> hvp(pipe, params, v, torch.ones(1, 1))
     [tensor(0.), tensor(1.)]
     """
-    if pipe.loss is None:
+    if pipe.config.loss is None:
         raise StageError("hvp needs a loss, whose Hessian it is; say pipeline(..., loss=)")
     both, pairs, targets = _paired(pipe, (params,), (v,), (x, *targets))
-    call = Call(dual(pipe), both, pairs, targets, side, mode="grad", seed=seed, has_aux=True)
-    (grads,) = call.value_and_grad()[1]
-    own = [None if grad is None else _unfrozen(pipe, stage, grad[0]) for stage, grad in enumerate(grads)]
-    return tuple(own) if isinstance(params, tuple) else own  # type: ignore[return-value]
+    twin = dual(pipe)
+    call = twin.call("grad", both, pairs, targets, side, seed=seed, has_aux=True)
+    _, (grads,) = calls.value_and_grad(call, twin.cache, value=False)
+    out = [None if grad is None else _unfrozen(pipe, stage, grad[0]) for stage, grad in enumerate(grads)]
+    return tuple(out) if isinstance(params, tuple) else out
 
 
 def dual(pipe: Pipeline) -> Pipeline:
-    """The pipeline of dual stages, made once for each pipeline: params ``(p, v)``, input ``(x, dx, None)``."""
+    """The pipeline of dual stages, derived once for each pipeline: params ``(p, v)``, input ``(x, dx, None)``."""
     if not isinstance(pipe, Pipeline):
         raise StageError(f"forward mode takes what fpipe.pipeline returns, not {type(pipe).__name__}")
     _load_rules()
     twin = _DUALS.get(pipe)
     if twin is None:
-        if any(stage.state for stage in pipe.functions):
+        config = pipe.config
+        if config.stateful:
             raise StageError("forward mode of a pipeline with state is not defined; pass the state as a side input")
-        if pipe.copies is not None:
+        if config.copies is not None:
             raise StageError("forward mode of a pipeline with dp= is not defined; use one without, on the whole batch")
-        twin = _DUALS[pipe] = copy(pipe)
-        twin.functions = tuple(map(_dual_stage, pipe.functions))
-        twin.loss = None if pipe.loss is None else _dual_loss(pipe.loss)
-        twin.frozen, twin.cache = (), {}
-        twin.tied = tuple(tuple(_inner(name) for name in group) for group in pipe.tied)
-        twin.__dict__.pop("sides", None)
-    twin.debugging = pipe.debugging
+        twin = _DUALS[pipe] = Pipeline(replace(
+            config, functions=tuple(map(_dual_stage, config.functions)),
+            loss=None if config.loss is None else _dual_loss(as_stage(config.loss)), frozen=(),
+            tied=tuple(tuple(map(_first_of_pair, group)) for group in config.tied),
+        ))  # fmt: skip
     return twin
 
 
 @lru_cache(maxsize=1)
 def _load_rules() -> None:
-    """Let torch load its rules of forward mode, which warns of its own ways."""
+    """Let torch load its rules of forward mode, which warn of deprecated uses inside torch."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         torch.func.jvp(torch.sin, (torch.zeros(()),), (torch.zeros(()),))
 
 
-def push(fn: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Tree, Tree]:
+def push(fn: Function, primals: tuple[Tree, ...], tangents: tuple[Tree, ...]) -> tuple[Tree, Tree]:
     """``torch.func.jvp`` on trees whose tangents have None where nothing changes or nothing can.
 
     >>> push(lambda x, n: (x * n, n), (torch.tensor(3.0), 2), (torch.tensor(1.0), None))
     ((tensor(6.), 2), (tensor(2.), None))
     """
-    leaves, spec = tree.flatten(primals)
-    given = spec.flatten_up_to(tangents)  # type: ignore[arg-type]
-    moving = [i for i, along in enumerate(given) if along is not None]
-    form: list[Any] = []
+    along = tree.flatten(primals)[1].flatten_up_to(tangents)  # type: ignore[arg-type]
+    moving = Chosen(primals, [i for i, tangent in enumerate(along) if tangent is not None])
+    result: Tree = None
 
-    def moved(*part: Any) -> tuple[Any, Any]:
-        full = list(leaves)
-        for i, value in zip(moving, part, strict=True):
-            full[i] = value
-        made, y_spec = tree.flatten(fn(*tree.unflatten(spec, full)))
-        form[:] = [y_spec, made]
-        floating = tuple(leaf for leaf in made if tree.is_floating(leaf))
-        return floating, tuple(leaf for leaf in made if tree.is_tensor(leaf) and not tree.is_floating(leaf))
+    def outputs(*leaves: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """The floating leaves of the result, and its other tensors."""
+        nonlocal result
+        result = fn(*moving.around(leaves))
+        flat = tree.leaves(result)
+        others = (leaf for leaf in flat if tree.is_tensor(leaf) and not tree.is_floating(leaf))
+        return tuple(filter(tree.is_floating, flat)), tuple(others)
 
     # of the fused kernels of attention none has a rule for forward mode
-    with sdpa_kernel(SDPBackend.MATH), Spelled():
-        if moving:
-            chosen = tuple(leaves[i] for i in moving), tuple(given[i] for i in moving)
-            made: Any = torch.func.jvp(moved, *chosen, has_aux=True)
-            ys, dys, others = made
+    with sdpa_kernel(SDPBackend.MATH), PlainNormalizations():
+        if moving.leaves:
+            changes = tuple(tangent for tangent in along if tangent is not None)
+            results: Any = torch.func.jvp(outputs, tuple(moving.leaves), changes, has_aux=True)
+            ys, dys, others = results
         else:
-            ys, others = moved()
+            ys, others = outputs()
             dys = tuple(torch.zeros_like(y) for y in ys)
-    y_spec, leaves = form
-    y, dy, other = iter(ys), iter(dys), iter(others)
-    kinds = [2 if tree.is_floating(leaf) else int(tree.is_tensor(leaf)) for leaf in leaves]
-    values = [next(y) if kind == 2 else next(other) if kind else leaf for kind, leaf in zip(kinds, leaves, strict=True)]
-    return tree.unflatten(y_spec, values), tree.unflatten(y_spec, [next(dy) if k == 2 else None for k in kinds])
+    flat = tree.leaves(result)
+    floating = Chosen(result, [i for i, leaf in enumerate(flat) if tree.is_floating(leaf)])
+    rest = [i for i, leaf in enumerate(flat) if tree.is_tensor(leaf) and not tree.is_floating(leaf)]
+    return Chosen(floating.around(ys), rest).around(others), floating.around(dys, None)
 
 
 def _dual_stage(stage: Stage) -> Stage:
-    def both(fn: Callable[..., Any]) -> Callable[..., Any]:
-        def call(pair: Any, triple: Any, **side: Any) -> Any:
+    def both(fn: Function) -> Function:
+        def call(pair: Tree, triple: Tree, **side: Tree) -> Tree:
             (p, v), (x, dx, more) = pair, triple
             v = tree.tree_map(lambda t: t.detach(), v)
             y, dy = push(lambda p, x: fn(p, x, **side), (p, x), (v, dx))
-            if stage.aux_loss:  # it travels with the activations, for the loss at the end to add
+            if stage.aux_loss:  # it is sent with the activations, and the loss at the end adds it
                 (y, aux), (dy, change) = y, dy
                 more = (aux, change) if more is None else (more[0] + aux, more[1] + change)
             return y, dy, more
 
-        return asking(call, fn)
+        return call
 
-    like = None if stage.like is None else both(stage.like)
-    return replace(stage, fn=both(stage.fn), like=like, aux_loss=False, frozen=(), ties=(), name=stage.label)
+    return replace(wrapped(stage, both), frozen=())
 
 
-def _dual_loss(loss: Callable[..., Any] | Stage) -> Stage:
-    own = as_stage(loss)
+def _dual_loss(loss: Stage) -> Stage:
+    def both(fn: Function) -> Function:
+        def value(y: Tree, *targets: Tree, **side: Tree) -> torch.Tensor:
+            result = fn(y, *targets, **side)
+            return result[0] if isinstance(result, tuple) else result
 
-    def both(fn: Callable[..., Any]) -> Callable[..., Any]:
-        def value(y: Any, *targets: Any, **side: Any) -> Any:
-            made = fn(y, *targets, **side)
-            return made[0] if isinstance(made, tuple) else made
-
-        def call(triple: Any, *targets: Any, **side: Any) -> tuple[Any, Any]:
+        def call(triple: Tree, *targets: Tree, **side: Tree) -> tuple[torch.Tensor, torch.Tensor]:
             y, dy, more = triple
             total, change = push(lambda y: value(y, *targets, **side), (y,), (dy,))
             return (change, total) if more is None else (change + more[1], total + more[0])
 
-        return asking(call, fn)
+        return call
 
-    return replace(own, fn=both(own.fn), like=None if own.like is None else both(own.like), name=own.label)
-
-
-def asking(call: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``call``, asking for the side inputs that ``fn`` asks for."""
-    names = keyword_only(fn)
-    sides = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
-    given = [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
-    call.__signature__ = inspect.Signature([*given, *sides])  # type: ignore[attr-defined]
-    return call
+    return wrapped(loss, both)
 
 
-def _inner(name: str) -> str:
-    """The name of a leaf among the parameters of dual stages: the first of a pair."""
+def _first_of_pair(name: str) -> str:
+    """The name of a leaf among the parameters of dual stages."""
     stage, dot, rest = name.partition(".")
     return f"{stage}.0{dot}{rest}"
 
 
 def _paired(
-    pipe: Pipeline, primals: Sequence[Any], tangents: Sequence[Any], rest: Sequence[Any]
-) -> tuple[list[Any], Any, tuple[Any, ...]]:
-    """Parameters and input of the dual pipeline, and what else it takes."""
-    known = isinstance(primals, tuple) and isinstance(tangents, tuple) and len(primals) == len(tangents)
-    if not known or len(primals) not in (1, 2) or len(primals) + len(rest) < 2:
+    pipe: Pipeline, primals: Sequence[Tree], tangents: Sequence[Tree], rest: Sequence[Tree]
+) -> tuple[list[Tree], Tree, tuple[Tree, ...]]:
+    """The arguments of the dual pipeline: parameters, input, targets."""
+    tuples = isinstance(primals, tuple) and isinstance(tangents, tuple) and len(primals) == len(tangents)
+    if not tuples or len(primals) not in (1, 2) or len(primals) + len(rest) < 2:
         raise StageError(
             "forward mode takes tuples (params,) or (params, x) with as many tangents, and what follows in the call: "
             "jvp(pipe, (params,), (v,), x, *targets) or jvp(pipe, (params, x), (v, dx), *targets)"
         )
-    x, targets = (primals[1], rest) if len(primals) == 2 else (rest[0], rest[1:])
-    dx = tangents[1] if len(primals) == 2 else None
-    params, v = primals[0], tangents[0] if tangents[0] is not None else [None] * pipe.stages
-    pipe.check_params(params)
-    pipe.check_params(v)
+    params, x, *targets = *primals, *rest
+    v, dx = tangents if len(tangents) == 2 else (tangents[0], None)
     dual(pipe)
-    pairs: list[Any] = [None] * pipe.stages
+    v = [None] * pipe.stages if v is None else v
+    pipe.config.check_params(params)
+    pipe.config.check_params(v)
+    pairs: list[Tree] = [None] * pipe.stages
     for stage in pipe.here:
         pairs[stage] = (params[stage], _tangent(params[stage], v[stage], f"the tangent of stage {stage}'s parameters"))
     if not isinstance(x, Microbatches):
@@ -221,14 +207,14 @@ def _paired(
 
 
 def _tangent(value: Tree, along: Tree, what: str) -> Tree:
-    """A tangent for every leaf that can have one: zeros where none is given."""
+    """A tangent for every leaf that can have one: zeros where none is passed."""
     leaves, spec = tree.flatten(value)
     try:
-        given = [None] * len(leaves) if along is None else spec.flatten_up_to(along)
+        tangents = [None] * len(leaves) if along is None else spec.flatten_up_to(along)
     except ValueError as error:
         raise StageError(f"{what} does not have its form: {str(error)[:200]}; give a tree of the same form") from error
-    out: list[Any] = []
-    for leaf, d in zip(leaves, given, strict=True):
+    out: list[torch.Tensor | None] = []
+    for leaf, d in zip(leaves, tangents, strict=True):
         if not tree.is_floating(leaf):
             out.append(None)
             continue
@@ -240,16 +226,13 @@ def _tangent(value: Tree, along: Tree, what: str) -> Tree:
 
 
 def _unfrozen(pipe: Pipeline, stage: int, grad: Tree) -> Tree:
-    if not pipe.frozen:
-        return grad
+    """The gradient of a stage with None for frozen leaves."""
     leaves, spec = tree.flatten(grad)
-    names = (f"{stage}.{name}" if name else str(stage) for name in tree.names(grad))
-    return tree.unflatten(
-        spec, [None if tree.matches(n, pipe.frozen) else g for n, g in zip(names, leaves, strict=True)]
-    )
+    trained = pipe.config.trained(stage, grad)
+    return tree.unflatten(spec, [leaf if flag else None for leaf, flag in zip(leaves, trained, strict=True)])
 
 
-def _parted(outputs: Any) -> tuple[Any, Any]:
+def _parted(outputs: Tree) -> tuple[Tree, Tree]:
     """Outputs of a dual pipeline as values and tangents."""
     if isinstance(outputs, Microbatches):
         return Microbatches(part[0] for part in outputs), Microbatches(part[1] for part in outputs)

@@ -1,54 +1,77 @@
-"""The gradient of a pipeline inside a torch.func transform, as meta-gradients through an inner step need it.
+"""A pipeline inside a torch.func transform, as meta-gradients through an inner step need it.
 
-There no plan is run: the value is that of the stages' functions, one microbatch after another, and the gradient is
-torch.func's, so that what is outside can differentiate it again. Knows calls; no plan and no register.
+No plan runs there: the value is computed by the stages' functions, one microbatch after another, and the gradient by
+torch.func, so that the transform around it can differentiate it again. Knows calls; no plan and no register.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
 
 import torch
 
 from ... import tree
-from ..calls import Call
-from ..microbatches import Microbatches
+from ...errors import StageError
+from ...tree import Tree
+from ..arguments import Call
+from ..calls import joined
+from ..microbatches import Microbatches, Parts
+from .variants import Chosen
 
-if TYPE_CHECKING:
-    from ..pipeline import Pipeline
+
+def forward(call: Call) -> Tree:
+    """The value of a call."""
+    config = call.config
+    if not config.local:
+        raise StageError("torch.func transforms of a pipeline need a local group; use fpipe.grad across processes")
+    if config.copies is not None:
+        raise StageError("torch.func transforms of a pipeline with dp= are not defined; use fpipe.grad")
+    if config.stateful:
+        raise StageError("torch.func transforms of a pipeline with state are not defined; use fpipe.value_and_grad")
+    outputs: list[Tree] = []
+    losses: list[torch.Tensor] = []
+    auxes: list[Tree] = []
+    for m in range(call.number):
+        y, extra = call.x.tree(m), None
+        for s, stage in enumerate(config.functions):
+            y = stage.fn(call.params[s], y, **call.side_inputs(s, m))
+            if stage.aux_loss:
+                y, more = y
+                extra = more if extra is None else extra + more
+        if config.loss is None:
+            outputs.append(y if call.each is None else call.each(m, y))
+            continue
+        loss = config.loss(y, *(t.tree(m) for t in call.targets), **call.side_inputs(config.stages, m))
+        if call.has_aux:
+            loss, more = loss
+            auxes.append(more)
+        losses.append(loss if extra is None else loss + extra)
+    if config.loss is None:
+        return joined(outputs, call.x.uniform) if call.each is None else outputs
+    weights = call.weights()
+    assert weights is not None
+    total = weights.sum(losses)
+    return (total, auxes) if call.has_aux else total
 
 
-def value_and_grad(
-    pipe: Pipeline, params: Any, x: Any, targets: Sequence[Any], side: dict[str, Any], *, wanted: tuple[int, ...],
-    has_aux: bool, loss_scale: Any,
-) -> tuple[Any, tuple[Any, ...]]:  # fmt: skip
-    """What ``Call.value_and_grad`` gives: the value, and gradients in the order of ``wanted``."""
+def value_and_grad(call: Call, x: Tree) -> tuple[Tree, tuple[Tree, ...]]:
+    """The value, and gradients in the order of ``call.wanted``; ``x`` is the batch as it was passed."""
     parts = list(x) if isinstance(x, Microbatches) else x
-    leaves, spec = tree.flatten((params, parts))
-    live = _live(pipe, params, leaves, wanted)
+    leaves = tree.leaves((call.params, parts))
+    trained = [0 in call.wanted and flag for s, part in enumerate(call.params) for flag in call.config.trained(s, part)]
+    flags = trained + [1 in call.wanted] * (len(leaves) - len(trained))
+    live = [i for i, (flag, leaf) in enumerate(zip(flags, leaves, strict=True)) if flag and tree.is_floating(leaf)]
 
-    def value(*given: torch.Tensor) -> Any:
-        full = list(leaves)
-        for i, leaf in zip(live, given, strict=True):
-            full[i] = leaf
-        p, batch = tree.unflatten(spec, full)
+    chosen = Chosen((call.params, parts), live)
+
+    def value(*tensors: torch.Tensor) -> Tree:
+        params, batch = chosen.around(tensors)
         batch = Microbatches(batch) if isinstance(x, Microbatches) else batch
-        return Call(pipe, p, batch, targets, side, mode="forward", has_aux=has_aux).plainly()
+        return forward(replace(call, params=params, x=Parts(batch, call.number, "x")))
 
     where = tuple(range(len(live)))
-    made, out = torch.func.grad_and_value(value, where, has_aux=has_aux)(*(leaves[i] for i in live))
-    found: list[Any] = [None] * len(leaves)
-    for i, grad in zip(live, made, strict=True):
-        found[i] = grad if loss_scale is None else grad * loss_scale
-    dp, dx = tree.unflatten(spec, found)
+    grads, out = torch.func.grad_and_value(value, where, has_aux=call.has_aux)(*chosen.leaves)
+    scaled = grads if call.loss_scale is None else [grad * call.loss_scale for grad in grads]
+    dp, dx = chosen.around(scaled, None)
     dx = Microbatches(dx) if isinstance(x, Microbatches) else dx
-    return out, tuple((dp, dx)[n] for n in wanted)
-
-
-def _live(pipe: Pipeline, params: Any, leaves: Sequence[Any], wanted: tuple[int, ...]) -> list[int]:
-    """Which of the leaves of parameters and input get a gradient."""
-    names = [f"{s}.{name}" if name else str(s) for s, part in enumerate(params) for name in tree.names(part)]
-    trained = [0 in wanted and not tree.matches(name, pipe.frozen) for name in names]
-    flags = trained + [1 in wanted] * (len(leaves) - len(names))
-    return [i for i, (flag, leaf) in enumerate(zip(flags, leaves, strict=True)) if flag and tree.is_floating(leaf)]
+    return out, tuple((dp, dx)[n] for n in call.wanted)

@@ -1,7 +1,7 @@
-"""Normalizations spelled out in plain operations, for derivatives of a second order by forward mode.
+"""Normalizations as plain operations, for second derivatives by forward mode.
 
-torch's rules for layer, batch and instance norms take the statistics for constants when the tangent of such a norm is
-differentiated again, and give wrong numbers without a word; those of mean, square and root are right. Knows no stage.
+torch's rules for layer, batch and instance norms treat the statistics as constants when the tangent of such a norm is
+differentiated again: the results are wrong, without an error. Those of mean, square and root are right. Knows no stage.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
-class Spelled(TorchFunctionMode):
-    """Within it, these norms are means and roots."""
+class PlainNormalizations(TorchFunctionMode):
+    """Within it, these norms are computed by means and roots."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        other = _SPELLED.get(func)
-        made = None if other is None else other(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {})) if made is None else made
+        plain = _PLAIN.get(func)
+        result = None if plain is None else plain(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if result is None else result
 
 
 def _normal(x: Tensor, over: Sequence[int], eps: float) -> Tensor:
@@ -51,15 +51,15 @@ def _batch_norm(
     momentum: float, eps: float, *_: Any, **__: Any,
 ) -> Tensor | None:  # fmt: skip
     if not training or mean is not None:
-        return None  # statistics that are given are constants, and those that are to be kept are torch's to write
+        return None  # passed statistics are constants, and running ones are updated by torch
     return _affine(_normal(x, [0, *range(2, x.dim())], eps), _by_channel(x, weight), _by_channel(x, bias))
 
 
 def _instance_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, own: bool,
-    momentum: float, eps: float, *_: Any, **__: Any,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None,
+    use_input_stats: bool, momentum: float, eps: float, *_: Any, **__: Any,
 ) -> Tensor | None:  # fmt: skip
-    if not own or mean is not None:
+    if not use_input_stats or mean is not None:
         return None
     return _affine(_normal(x, range(2, x.dim()), eps), _by_channel(x, weight), _by_channel(x, bias))
 
@@ -78,8 +78,8 @@ def _named_instance_norm(
     return _instance_norm(input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps)
 
 
-_SPELLED: dict[Any, Callable[..., Tensor | None]] = {
-    F.layer_norm: _layer_norm,  # which calls that of torch out of the mode's sight
+_PLAIN: dict[Any, Callable[..., Tensor | None]] = {
+    F.layer_norm: _layer_norm,  # it calls torch.layer_norm where the mode does not intercept it
     F.batch_norm: _named_batch_norm,
     F.instance_norm: _named_instance_norm,
     torch.layer_norm: _layer_norm,

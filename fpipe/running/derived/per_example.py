@@ -1,17 +1,16 @@
-"""Gradient norms per example over all stages, and gradients of which each example has its own share.
+"""Gradient norms per example over all stages, and gradients to which each example contributes a scaled part.
 
-An example is a batch of one row. In a first step every stage gets its parameters once for each row, and the squared
-norms of what these receive ride back to the first stage as the gradient of a number that came with the row. In a
-second step the rows' losses are weighed, so that cotangents are scaled before any weight gradient is made. Knows
-pipelines and stages; no plan and no register.
+An example is a batch of one row. In a first step every stage receives its parameters once for each row, and the squared
+norms of their gradients are returned to the first stage as the gradient of a number that came with the row. In a second
+step the rows' losses are weighted, so cotangents are scaled before any weight gradient is computed. Knows pipelines and
+stages; no plan and no register.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from copy import copy
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,23 +18,27 @@ from torch import Tensor
 from ... import tree
 from ...errors import StageError
 from ...stage import Stage, as_stage
+from ...tree import Tree
+from ..config import Config
 from ..microbatches import Microbatches, count, split
 from ..pipeline import Pipeline, value_and_grad
-from .forward_mode import asking
+from .variants import Chosen, Function, wrapped
 
-Factors = Callable[[Tensor], Tensor]
+Factors: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class PerExample:
-    """What :func:`per_example` makes: call it with (params, x, *targets)."""
+    """The result of :func:`per_example`: call it with (params, x, *targets)."""
 
     def __init__(self, pipe: Pipeline, scale: float | Factors | None):
-        _check(pipe)
-        self.pipe, self.factors = pipe, _factors(scale)
-        self._probing = _variant(pipe, True)
-        self._weighing = _variant(pipe, False)
+        _check(pipe.config)
+        self.factors = _factors(scale)
+        self._mean = pipe.config.reduction == "mean"
+        self._probing, self._weighted = (_variant(pipe.config, probing) for probing in (True, False))
 
-    def norms(self, params: Any, x: Any, *targets: Any, seed: int | None = None, **side: Any) -> tuple[Tensor, Tensor]:
+    def norms(
+        self, params: Sequence[Tree], x: Tree, *targets: Tree, seed: int | None = None, **side: Tree
+    ) -> tuple[Tensor, Tensor]:
         """``(value, norms)``: the loss, and the norm of each example's gradient, in order, on every process."""
         pipe = self._probing
         parts, sizes = _with_numbers(pipe, (x, *targets), side, None)
@@ -44,20 +47,20 @@ class PerExample:
         squares = torch.zeros(sum(sizes), device=device)
         if grads is not None:  # in the process of the first stage
             squares = torch.cat([part[1].float() for part in grads]).to(device)
-        value = value / sum(sizes) if self.pipe.reduction == "mean" else value
+        value = value / sum(sizes) if self._mean else value
         return value, pipe.group.all_reduce(squares).sqrt()
 
     def __call__(
-        self, params: Any, x: Any, *targets: Any, seed: int | None = None, **side: Any
-    ) -> tuple[Tensor, Any, Tensor]:
+        self, params: Sequence[Tree], x: Tree, *targets: Tree, seed: int | None = None, **side: Tree
+    ) -> tuple[Tensor, Sequence[Tree], Tensor]:
         """``(value, grads, norms)``: the gradients are those of the loss with each example's part scaled."""
         value, norms = self.norms(params, x, *targets, seed=seed, **side)
         factors = self.factors(norms)
         if factors.shape != norms.shape:
             raise StageError(f"scale gave {list(factors.shape)} factors for {len(norms)} examples; give one for each")
-        weights = factors / len(factors) if self.pipe.reduction == "mean" else factors
-        parts, _ = _with_numbers(self._weighing, (x, *targets), side, weights)
-        return value, value_and_grad(self._weighing)(params, parts, *targets, seed=seed, **side)[1], norms
+        weights = factors / len(factors) if self._mean else factors
+        parts, _ = _with_numbers(self._weighted, (x, *targets), side, weights)
+        return value, value_and_grad(self._weighted)(params, parts, *targets, seed=seed, **side)[1], norms
 
 
 def per_example(pipe: Pipeline, scale: float | Factors | None = None) -> PerExample:
@@ -85,15 +88,15 @@ def per_example(pipe: Pipeline, scale: float | Factors | None = None) -> PerExam
     return PerExample(pipe, scale)
 
 
-def _check(pipe: Pipeline) -> None:
+def _check(config: Config) -> None:
     refused = {
-        "tied parameters": pipe.tied, "state": any(stage.state for stage in pipe.functions),
-        "dp=": pipe.copies is not None, "a weighted reduction": pipe.reduction not in ("mean", "sum"),
+        "tied parameters": config.tied, "state": config.stateful, "dp=": config.copies is not None,
+        "a weighted reduction": config.reduction not in ("mean", "sum"),
     }  # fmt: skip
-    for what, there in refused.items():
-        if there:
+    for what, present in refused.items():
+        if present:
             raise StageError(f"norms per example of a pipeline with {what} are not defined; build one without")
-    if pipe.loss is None:
+    if config.loss is None:
         raise StageError("norms per example need a loss, one for each example; say pipeline(..., loss=)")
 
 
@@ -107,23 +110,21 @@ def _factors(scale: float | Factors | None) -> Factors:
     return lambda norms: (scale / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
 
 
-def _variant(pipe: Pipeline, probing: bool) -> Pipeline:
-    """The pipeline whose stages take one row at a time, and pass a number of each row on."""
-    made = copy(pipe)
-    made.cache, made.reduction = {}, "sum"
-    made.functions = tuple(_by_row(stage, s, pipe.frozen, probing) for s, stage in enumerate(pipe.functions))
-    assert pipe.loss is not None
-    made.loss = _weighed(as_stage(pipe.loss), probing)
-    made.__dict__.pop("sides", None)
-    return made
+def _variant(config: Config, probing: bool) -> Pipeline:
+    """The pipeline whose stages take one row at a time, and pass on a number for each row."""
+    assert config.loss is not None
+    functions = tuple(_by_row(config, s, probing) for s in range(config.stages))
+    return Pipeline(
+        replace(config, functions=functions, loss=_row_loss(as_stage(config.loss), probing), reduction="sum")
+    )
 
 
 def _with_numbers(
-    pipe: Pipeline, batches: tuple[Any, ...], side: dict[str, Any], numbers: Tensor | None
+    pipe: Pipeline, batches: tuple[Tree, ...], side: dict[str, Tree], numbers: Tensor | None
 ) -> tuple[Microbatches, list[int]]:
-    """x by microbatches, with a number for each row and nothing yet for auxiliary losses; and their rows."""
-    parts = split(batches[0], count([*batches, *side.values()], pipe.microbatches), "x")
-    tensors = [next((leaf for leaf in tree.leaves(part) if tree.is_tensor(leaf)), None) for part in parts]
+    """x by microbatches, with a number for each row and None for auxiliary losses; and how many rows each has."""
+    parts = split(batches[0], count([*batches, *side.values()], pipe.config.microbatches), "x")
+    tensors = [next(filter(tree.is_tensor, tree.leaves(part)), None) for part in parts]
     if any(tensor is None for tensor in tensors):
         raise StageError("x holds no tensor, and so no rows to tell examples apart")
     sizes = [len(tensor) for tensor in tensors if tensor is not None]
@@ -133,7 +134,7 @@ def _with_numbers(
 
 
 class _Probe(torch.autograd.Function):
-    """Leaves once for each row; what comes back to them goes, as squared norms by row, to the rows' numbers."""
+    """Leaves once for each row; the squared norms of their gradients become the gradient of the rows' numbers."""
 
     @staticmethod
     def forward(ctx: Any, numbers: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -147,64 +148,61 @@ class _Probe(torch.autograd.Function):
         return squares, *([None] * (len(grads) - 1))
 
 
-def _by_row(stage: Stage, number: int, frozen: tuple[str, ...], probing: bool) -> Stage:
-    def call(p: Any, triple: Any, **side: Any) -> Any:
-        x, numbers, more = triple
-        leaves, spec = tree.flatten(p)
-        live = _live(p, number, frozen) if probing else []
-        if live:
-            numbers, *rows = _Probe.apply(numbers, *(leaves[i].detach() for i in live))  # type: ignore[misc]
-            for i, leaf in zip(live, rows, strict=True):
-                leaves[i] = leaf
-        once = lambda given, row: stage.fn(tree.unflatten(spec, given), row[0], **row[1])
-        y = _over_rows(once, leaves, frozenset(live), (x, side))
-        if stage.aux_loss:
-            y, aux = y
-            more = aux if more is None else more + aux
-        return tree.tree_map(lambda t: t.flatten(0, 1) if tree.is_tensor(t) else t, y), numbers, more
+def _by_row(config: Config, number: int, probing: bool) -> Stage:
+    stage = config.functions[number]
 
-    return replace(stage, fn=asking(call, stage.fn), aux_loss=False, like=None, ties=(), name=stage.label)
+    def by_row(fn: Function) -> Function:
+        def call(p: Tree, triple: Tree, **side: Tree) -> Tree:
+            x, numbers, more = triple
+            trained = zip(tree.leaves(p), config.trained(number, p), strict=True)
+            chosen = Chosen(
+                p, [i for i, (leaf, flag) in enumerate(trained) if probing and flag and tree.is_floating(leaf)]
+            )
+            rows: Sequence[Tensor] = ()
+            if chosen.leaves:
+                numbers, *rows = _Probe.apply(numbers, *(leaf.detach() for leaf in chosen.leaves))  # type: ignore[misc]
+            y = _over_rows(lambda leaves, row: fn(chosen.around(leaves), row[0], **row[1]), rows, (x, side))
+            if stage.aux_loss:
+                y, aux = y
+                more = aux if more is None else more + aux
+            return tree.tree_map(lambda t: t.flatten(0, 1) if tree.is_tensor(t) else t, y), numbers, more
 
+        return call
 
-def _live(p: Any, number: int, frozen: tuple[str, ...]) -> list[int]:
-    """Which leaves of a stage's parameters get a gradient."""
-    names = [f"{number}.{name}" if name else str(number) for name in tree.names(p)]
-    leaves = zip(names, tree.leaves(p), strict=True)
-    return [i for i, (name, leaf) in enumerate(leaves) if tree.is_floating(leaf) and not tree.matches(name, frozen)]
+    return wrapped(stage, by_row, like=False)
 
 
-def _weighed(loss: Stage, probing: bool) -> Stage:
-    def call(triple: Any, *targets: Any, **side: Any) -> Tensor:
-        y, numbers, more = triple
+def _row_loss(loss: Stage, probing: bool) -> Stage:
+    """The sum of the losses of single rows, each times its number; while probing, of the losses as they are."""
 
-        def once(_: Any, row: Any) -> Any:
-            made = loss.fn(row[0], *row[1], **row[2])
-            return made[0] if isinstance(made, tuple) else made
+    def by_row(fn: Function) -> Function:
+        def one(_: Sequence[Tensor], row: Tree) -> Tensor:
+            result = fn(row[0], *row[1], **row[2])
+            return result[0] if isinstance(result, tuple) else result
 
-        each = _over_rows(once, [], frozenset(), (y, targets, side))
-        each = each if more is None else each + more
-        numbers = numbers.to(each.dtype)
-        return each.sum() + 0 * numbers.sum() if probing else (each * numbers).sum()
+        def call(triple: Tree, *targets: Tree, **side: Tree) -> Tensor:
+            y, numbers, more = triple
+            each = _over_rows(one, (), (y, targets, side))
+            each = each if more is None else each + more
+            numbers = numbers.to(each.dtype)
+            return each.sum() + 0 * numbers.sum() if probing else (each * numbers).sum()
 
-    return replace(loss, fn=asking(call, loss.fn), like=None, name=loss.label)
+        return call
+
+    return wrapped(loss, by_row, like=False)
 
 
-def _over_rows(fn: Callable[..., Any], shared: list[Any], apart: frozenset[int], batch: Any) -> Any:
-    """``fn(shared, row)`` for each row of a batch, itself a batch of one; leaves ``apart`` have one value a row."""
-    flat, spec = tree.flatten(batch)
-    every = [*shared, *flat]
-    which = [i for i, leaf in enumerate(every) if tree.is_tensor(leaf)]
-    form: list[Any] = []
+def _over_rows(fn: Callable[[Sequence[Tensor], Tree], Tree], apart: Sequence[Tensor], batch: Tree) -> Tree:
+    """``fn(values, row)`` for each row of a batch, itself a batch of one; ``apart`` has one value for each row."""
+    rows = Chosen(batch, [i for i, leaf in enumerate(tree.leaves(batch)) if tree.is_tensor(leaf)])
+    result: Tree = None
 
     def one(*tensors: Tensor) -> tuple[Tensor, ...]:
-        full = list(every)
-        for i, leaf in zip(which, tensors, strict=True):
-            full[i] = leaf if i < len(shared) else leaf.unsqueeze(0)
-        made, y_spec = tree.flatten(fn(full[: len(shared)], tree.unflatten(spec, full[len(shared) :])))
-        form[:] = [y_spec, made]
-        return tuple(leaf for leaf in made if tree.is_tensor(leaf))
+        nonlocal result
+        values, row = tensors[: len(apart)], tensors[len(apart) :]
+        result = fn(values, rows.around([leaf.unsqueeze(0) for leaf in row]))
+        return tuple(filter(tree.is_tensor, tree.leaves(result)))
 
-    dims = tuple(0 if i >= len(shared) or i in apart else None for i in which)
-    made = iter(torch.vmap(one, dims, randomness="different")(*(every[i] for i in which)))
-    y_spec, leaves = form
-    return tree.unflatten(y_spec, [next(made) if tree.is_tensor(leaf) else leaf for leaf in leaves])
+    outputs = torch.vmap(one, 0, randomness="different")(*apart, *rows.leaves)
+    tensors = [i for i, leaf in enumerate(tree.leaves(result)) if tree.is_tensor(leaf)]
+    return Chosen(result, tensors).around(outputs)

@@ -23,7 +23,6 @@ from ...schedules.actions import Action, Row
 from ...schedules.costs import Costs
 from ...schedules.simulation import simulate_rows
 from ...schedules.timeline import Timeline
-from ..calls import Call
 from ..pipeline import Pipeline, value_and_grad
 from .costing import costs, shares, timeline
 from .recording import Recorder, Run, gathered
@@ -179,11 +178,11 @@ class Measuring:
     """What ``measure_costs`` does, one step at a time, so that other things can be measured in between."""
 
     def __init__(self, pipe: Pipeline, params: Any, x: Any, *targets: Any, **side: Any):
-        if pipe.loss is None:
+        if pipe.config.loss is None:
             raise StageError("this pipeline has no loss, so no backward can be measured; say pipeline(..., loss=)")
         self.pipe = pipe
         self._arguments = (params, x, *targets), side
-        self._call = Call(pipe, params, x, targets, side, mode="grad")
+        self._call = pipe.call("grad", params, x, targets, side)
         schedule = pipe.schedule(self._call.number)
         self._both = [Profile(value_and_grad(pipe.under(made))) for made in (whole(schedule), split(schedule))]
         for each in self._both * 2:  # the first traces, the second finds its memory
@@ -197,10 +196,8 @@ class Measuring:
 
     def costs(self) -> Costs:
         """Means over the steps so far; every process must ask."""
-        mine = {
-            stage: (own.saved_bytes, own.kept_bytes)
-            for job in self._call.resolved().job.values() for stage, own in job.kinds[0].programs.items()
-        }  # fmt: skip
+        inputs = self.pipe.cache.plans_for(self._call).prepared.inputs.values()
+        mine = {s: (p.saved_bytes, p.kept_bytes) for job in inputs for s, p in job.kinds[0].programs.items()}
         held = {stage: both for part in self.pipe.gather(mine) for stage, both in part.items()}
         saved, kept = zip(*(held[stage] for stage in range(self.pipe.stages)), strict=True)
         return costs([runs for each in self._both for runs in each.runs], saved, kept)

@@ -1,0 +1,214 @@
+"""The arguments of one call: checked, flattened, cut into microbatches, and abstracted to a signature.
+
+Two calls with one signature run the same plans. Knows configurations and batches; no plan and no register.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import torch
+
+from .. import tree
+from ..errors import BatchError, StageError
+from ..plans.sharding import Layout, Shares
+from ..programs.autocast import ambient
+from ..schedule import Schedule
+from ..tree import AbstractTree, Structure, Tree
+from .config import Config
+from .debugging import debugging
+from .microbatches import Parts, count
+from .prepare import Kind, Mode, Request
+from .reduction import Weights, weights
+
+Each: TypeAlias = Callable[[int, Tree], Any]
+LossScale: TypeAlias = float | torch.Tensor | None
+#: By stage, the leaves of a tree and its structure.
+Flat: TypeAlias = Mapping[int, tuple[list[Any], Structure]]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a pipeline.
+
+    ``wanted`` are the arguments that are differentiated: 0 for params, 1 for x. ``number`` counts the microbatches.
+    """
+
+    config: Config
+    mode: Mode
+    params: Sequence[Tree]
+    state: Sequence[Tree] | None
+    number: int
+    x: Parts
+    targets: tuple[Parts, ...]
+    sides: Mapping[str, Parts]
+    seed: int | None = None
+    wanted: tuple[int, ...] = (0,)
+    has_aux: bool = False
+    each: Each | None = None
+    loss_scale: LossScale = None
+
+    @classmethod
+    def of(
+        cls, config: Config, mode: Mode, params: Sequence[Tree], x: Tree, targets: Sequence[Tree],
+        side: Mapping[str, Tree], *, seed: int | None = None, wanted: tuple[int, ...] = (0,), has_aux: bool = False,
+        each: Each | None = None, loss_scale: LossScale = None,
+    ) -> Call:  # fmt: skip
+        """Check the arguments of a call and cut its batch."""
+        config.check_params(params)
+        _check_options(config, has_aux, each, loss_scale)
+        side = dict(side)
+        state = _state(config, side.pop("state", None)) if config.stateful else None
+        if config.loss is None and targets:
+            raise BatchError(
+                f"{len(targets)} targets were given, but the pipeline has no loss; say pipeline(..., loss=)"
+            )
+        m = count([x, *targets, *side.values()], config.microbatches)
+        batch = Parts(x, m, "x")
+        parts = tuple(Parts(target, m, f"target {i}") for i, target in enumerate(targets))
+        _check_sides(config, side)
+        sides = {name: Parts(value, m, f"side input {name!r}", True) for name, value in side.items()}
+        seed = config.seed if seed is None else seed
+        return cls(config, mode, params, state, m, batch, parts, sides, seed, wanted, has_aux, each, loss_scale)
+
+    # ---- its parts ----------------------------------------------------------------------------------------------
+    @cached_property
+    def leaves(self) -> Flat:
+        """The parameters of the stages of this process."""
+        return {s: tree.flatten(self.params[s]) for s in self.config.here}
+
+    @cached_property
+    def state_leaves(self) -> Flat:
+        """The states of the stages of this process."""
+        return {} if self.state is None else {s: tree.flatten(self.state[s]) for s in self.config.here}
+
+    def side_inputs(self, stage: int, mb: int) -> dict[str, Tree]:
+        """The side inputs of a stage, or of the loss (one past the last stage), for one microbatch."""
+        return {name: self.sides[name].tree(mb) for name in self.config.sides[stage] if name in self.sides}
+
+    @cached_property
+    def side_leaves(self) -> dict[tuple[int, int], list[Any]]:
+        """The leaves of the side inputs by stage and microbatch."""
+        if not self.sides:
+            return {}
+        takers = [stage for stage, names in enumerate(self.config.sides) if names]
+        return {(s, m): tree.leaves(self.side_inputs(s, m)) for s in takers for m in range(self.number)}
+
+    def weights(self) -> Weights | None:
+        """The weights of the microbatches' losses; None without a loss. Copies of the pipeline communicate here."""
+        config = self.config
+        if config.loss is None:
+            return None
+        return weights(config.reduction, self.targets, self.sides, self.number, config.copies, self.loss_scale)
+
+    def misplaced(self) -> str | None:
+        """What to say where a value is on a device of no rank here, such as meta, where tensors hold no numbers."""
+        group = self.config.group
+        named = [(f"the parameters of stage {stage}", leaves) for stage, (leaves, _) in self.leaves.items()]
+        named += [(p.name, row) for p in (self.x, *self.targets, *self.sides.values()) for row in p.rows]
+        devices = {group.device(rank).type: group.device(rank) for rank in group.here}
+        if "meta" in devices:
+            return None
+        for name, leaves in named:
+            for leaf in filter(tree.is_tensor, leaves):
+                if leaf.device.type not in ("cpu", *devices):
+                    return (
+                        f"a tensor of {name} is on {leaf.device} and rank {group.here[0]} is on "
+                        f"{' and '.join(map(str, devices.values()))}; give tensors with numbers in them, on the CPU or "
+                        "where the rank is"
+                    )
+        return None
+
+    # ---- its signature ------------------------------------------------------------------------------------------
+    def signature(self) -> tuple[Any, ...]:
+        """Everything that plans depend on, as a key: cheap, since each call computes it."""
+        return (
+            self.mode, self.wanted, self.has_aux, self.each is None, self.number, debugging(), ambient(),
+            tuple((spec, *map(tree.cache_key, leaves)) for leaves, spec in self.leaves.values()),
+            tuple((spec, *map(tree.cache_key, leaves)) for leaves, spec in self.state_leaves.values()),
+            self.x.signature(), tuple(t.signature() for t in self.targets),
+            tuple((name, part.signature()) for name, part in self.sides.items()),
+        )  # fmt: skip
+
+    def request(self, shares: Shares | None) -> Request:
+        """The same in full, for preparing the plans."""
+        config, training = self.config, self.mode != "forward"
+        params: list[AbstractTree | None] = [None] * config.stages
+        states: list[AbstractTree | None] = [None] * config.stages
+        layouts: dict[int, Layout] = {}
+        for stage, (leaves, spec) in self.leaves.items():
+            wanted = training and 0 in self.wanted
+            trained = config.trained(stage, self.params[stage]) if wanted else [False] * len(leaves)
+            if shares is not None:
+                leaves, layouts[stage] = shares.seen(stage, self.params[stage], leaves, config.frozen)
+            params[stage] = AbstractTree.flat(spec, leaves, trained)
+        for stage, (leaves, spec) in self.state_leaves.items():
+            states[stage] = AbstractTree.flat(spec, leaves)
+        dx = training and 1 in self.wanted
+        kinds: dict[Kind, int] = {}
+        uniform = all(part.uniform for part in (self.x, *self.targets, *self.sides.values()))
+        kind_of = [kinds.setdefault(self._kind(m, dx), len(kinds)) for m in range(1 if uniform else self.number)]
+        schedule = config.schedule_for(self.number)
+        if not training:
+            schedule = schedule.only("F")
+        elif self.mode == "vjp":
+            schedule = _phased(schedule)
+        return Request(
+            self.mode, schedule, tuple(params), tuple(states), tuple(kinds),
+            tuple(kind_of * (self.number if uniform else 1)), dx, layouts, self.each is not None, self.has_aux,
+            debugging(),
+        )  # fmt: skip
+
+    def _kind(self, m: int, dx: bool) -> Kind:
+        x = AbstractTree.flat(self.x.specs[m], self.x.rows[m], dx)
+        targets = tuple(AbstractTree.flat(t.specs[m], t.rows[m]) for t in self.targets)
+        return x, targets, tuple(AbstractTree.of(self.side_inputs(s, m)) for s in range(self.config.stages + 1))
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+def _check_options(config: Config, has_aux: bool, each: Each | None, scale: LossScale) -> None:
+    if has_aux and config.loss is None:
+        raise BatchError("has_aux=True, but the pipeline has no loss to return it; say pipeline(..., loss=)")
+    if each is not None and config.loss is not None:
+        raise BatchError(
+            "each= gets the outputs of a pipeline without a loss; leave loss= out, or let the loss return what you "
+            "want beside the scalar and say has_aux=True"
+        )
+    if each is not None and not callable(each):
+        raise BatchError(f"each={each!r}; give a function of (the microbatch's number, its output)")
+    if scale is None or (isinstance(scale, torch.Tensor) and scale.shape == ()):
+        return
+    if isinstance(scale, (torch.Tensor, bool)) or not 0 < scale < float("inf"):
+        raise BatchError(f"loss_scale={scale!r}; give one number above 0, or a tensor without axes")
+
+
+def _state(config: Config, state: Sequence[Tree] | None) -> Sequence[Tree]:
+    if state is None:
+        return [stage.initial_state for stage in config.functions]
+    if not isinstance(state, (list, tuple)) or len(state) != config.stages:
+        raise StageError(f"state must be a list with one entry for each of the {config.stages} stages, None where none")
+    return state
+
+
+def _check_sides(config: Config, side: Mapping[str, Tree]) -> None:
+    if not side:
+        return
+    known = {name for names in (*config.sides, getattr(config.reduction, "sides", ())) for name in names}
+    for name in side:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise BatchError(
+                f"no stage and no loss names a keyword-only argument {name!r}{hint} (they name "
+                f"{', '.join(sorted(known)) or 'none'})"
+            )
+
+
+def _phased(schedule: Schedule) -> Schedule:
+    """The same schedule with every rank's forwards before its backwards."""
+    rows = tuple((*f, *b) for f, b in zip(schedule.only("F"), schedule.only("BIW"), strict=True))
+    return Schedule(rows, schedule.placement, schedule.microbatches, schedule.name)

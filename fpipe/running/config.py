@@ -1,0 +1,151 @@
+"""The configuration of a pipeline: what ``fpipe.pipeline`` was called with, checked and frozen.
+
+A variant of a pipeline has a ``dataclasses.replace`` of it. Knows stages, schedules and groups; no plan and no call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache, partial
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+
+from .. import tree
+from ..collectives.group import Group
+from ..errors import StageError
+from ..generators.sources import Source, schedule_from
+from ..plans.sharding import Copies
+from ..plans.weaving.weave import Overlap
+from ..programs.losses import loss_sides
+from ..schedule import Placement, Schedule
+from ..stage import Stage
+from ..tree import Tree
+from .reduction import Reduction, Weighted
+
+Outputs: TypeAlias = Literal["zeros", "everywhere", "last"]
+Loss: TypeAlias = Callable[..., Any] | Stage
+
+#: Names that a call takes itself, so that no stage can have a side input of that name.
+RESERVED = frozenset({"seed", "each", "has_aux", "loss_scale"})
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Config:
+    """Everything that a pipeline is built from. ``schedule`` is a name, a Schedule, a CSV file or a function."""
+
+    functions: tuple[Stage, ...]
+    schedule: Source
+    group: Group
+    loss: Loss | None = None
+    microbatches: int | None = None
+    reduction: Reduction = "mean"
+    seed: int | None = None
+    frozen: tuple[str, ...] = ()
+    tied: tuple[tuple[str, ...], ...] = ()
+    outputs: Outputs = "zeros"
+    accumulate: torch.dtype | None = None
+    overlap: Overlap = field(default_factory=Overlap)
+    copies: Copies | None = None
+
+    def __post_init__(self) -> None:
+        if self.reduction not in ("mean", "sum") and not isinstance(self.reduction, Weighted):
+            raise StageError(f"reduction={self.reduction!r}; give 'mean', 'sum' or fpipe.weighted(fn)")
+        if self.outputs not in get_args(Outputs):
+            raise StageError(f"outputs={self.outputs!r}; give 'zeros', 'everywhere' or 'last'")
+        for name in {name for names in self.sides for name in names} & RESERVED:
+            raise StageError(f"{name!r} cannot be a side input, since a call has an argument of that name; rename it")
+        for group in self.tied:
+            for name in group:
+                head = name.partition(".")[0]
+                if not head.isdigit() or int(head) >= self.stages:
+                    raise StageError(
+                        f"tied={group!r}: {name!r} should read 'stage.leaf', with a stage below {self.stages}"
+                    )
+
+    def __repr__(self) -> str:
+        name = self.schedule if isinstance(self.schedule, str) else getattr(self.schedule, "name", "custom")
+        return f"<fpipe pipeline: {self.stages} stages, schedule {name}, {self.group!r}>"
+
+    # ---- what follows from it -----------------------------------------------------------------------------------
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return len(self.functions)
+
+    @cached_property
+    def stateful(self) -> bool:
+        """Whether a stage carries state."""
+        return any(stage.state for stage in self.functions)
+
+    @cached_property
+    def sides(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the side inputs of every stage, and of the loss at the end."""
+        return (*(stage.sides for stage in self.functions), loss_sides(self.loss))
+
+    @cached_property
+    def schedule_for(self) -> Callable[[int], Schedule]:
+        """The checked schedule for a number of microbatches; each is generated once."""
+        return lru_cache(maxsize=None)(partial(_schedule_for, self.schedule, self.group.size, self.stages))
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Which ranks hold which stages, whatever the number of microbatches."""
+        return self.schedule_for(2 * self.group.size if self.microbatches is None else self.microbatches).placement
+
+    @cached_property
+    def here(self) -> tuple[int, ...]:
+        """The stages on the ranks of this process."""
+        ranks = set(self.group.here)
+        return tuple(s for s in range(self.stages) if not ranks.isdisjoint(self.placement.ranks_of(s)))
+
+    @cached_property
+    def local(self) -> bool:
+        """Whether all ranks are in this process."""
+        return len(self.group.here) == self.group.size
+
+    def rank_here(self, stage: int) -> int:
+        """The first rank of this process that holds a stage."""
+        return next(r for r in self.placement.ranks_of(stage) if r in self.group.here)
+
+    def trained(self, stage: int, params: Tree) -> list[bool]:
+        """Which leaves of a stage's parameters no pattern of ``frozen`` names."""
+        if not self.frozen:
+            return [True] * len(tree.leaves(params))
+        return [not tree.matches(f"{stage}.{name}", self.frozen) for name in tree.names(params)]
+
+    def check_params(self, params: Sequence[Tree]) -> None:
+        """Raise StageError where params is not one entry per stage."""
+        if not isinstance(params, (list, tuple)) or len(params) != self.stages:
+            got = f"{len(params)} entries" if isinstance(params, (list, tuple)) else f"a {type(params).__name__}"
+            raise StageError(
+                f"params must be a list with one pytree for each of the {self.stages} stages, in stage order; got {got}"
+            )
+
+
+def _schedule_for(source: Source, ranks: int, stages: int, microbatches: int) -> Schedule:
+    """Read or generate the schedule, and check it against the pipeline."""
+    schedule = schedule_from(source, ranks, microbatches, stages)
+    if schedule.ranks != ranks:
+        raise StageError(f"the schedule is for {schedule.ranks} ranks, the group has {ranks}; make both agree")
+    if schedule.stages != stages:
+        raise StageError(
+            f"the schedule runs {schedule.stages} stages, the pipeline has {stages}; give as many stages as it runs, "
+            "or make_schedule(..., stages=)"
+        )
+    if schedule.microbatches != microbatches:
+        raise StageError(
+            f"the schedule is for {schedule.microbatches} microbatches, but {microbatches} are run; "
+            "say microbatches= as the schedule does, or give a name or a function"
+        )
+    return schedule.check()
+
+
+def ties(stages: Sequence[Stage], tied: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    """Groups of tied leaves: those that the caller names, then those that the stages carry."""
+    carried: dict[str, list[str]] = {}
+    for index, stage in enumerate(stages):
+        for leaf, group in stage.ties:
+            carried.setdefault(group, []).append(f"{index}.{leaf}")
+    return (*map(tuple, tied), *(tuple(group) for group in carried.values() if len(group) > 1))

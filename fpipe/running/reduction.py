@@ -1,0 +1,104 @@
+"""How the losses of the microbatches become one number: mean, sum, or a weighted mean.
+
+Weights are known before the first backward, so the gradient does not depend on how the batch was split. Knows
+microbatches and copies of the pipeline; no stage and no plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from ..errors import BatchError
+from ..plans.sharding import Copies
+from ..stage import keyword_only
+from .microbatches import Parts
+
+
+class Weighted:
+    """A reduction that weights each microbatch's loss; see ``weighted``."""
+
+    def __init__(self, fn: Callable[..., Any]):
+        self.fn, self.sides = fn, keyword_only(fn)
+
+    def __repr__(self) -> str:
+        return "fpipe.weighted(...)"
+
+
+Reduction: TypeAlias = Literal["mean", "sum"] | Weighted
+
+
+def weighted(fn: Callable[..., Any]) -> Weighted:
+    """Weight each microbatch's mean loss by ``fn(*targets)`` over the sum of all, known before the first backward.
+
+    With copies of the pipeline (``dp=``) the sum is over all copies. Keyword-only arguments are side inputs.
+
+    >>> weighted(lambda target: (target >= 0).sum()).fn(torch.tensor([1, -1]))
+    tensor(1)
+    """
+    return Weighted(fn)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weight of each microbatch's loss: one number for all, or a tensor each.
+
+    Gradients, not the value, are multiplied by ``loss_scale`` too.
+    """
+
+    number: float | None
+    each: Sequence[torch.Tensor] = ()
+    loss_scale: float | torch.Tensor | None = None
+
+    def scale(self, mb: int, like: torch.Tensor) -> float | torch.Tensor:
+        """The factor of a microbatch's loss."""
+        return self.number if self.number is not None else self.each[mb].to(like.dtype)
+
+    def sum(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The total of the microbatches' losses: each weighted, then added in order."""
+        weighted = [loss * self.scale(mb, loss) for mb, loss in enumerate(losses)]
+        return reduce(lambda total, loss: total + loss.to(total.device), weighted)
+
+    def cotangent(self, mb: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The cotangent of a microbatch's loss."""
+        weight = self.number if self.number is not None else self.each[mb]
+        weight = weight if self.loss_scale is None else weight * self.loss_scale
+        return weight.to(device, dtype) if isinstance(weight, torch.Tensor) else _constant(weight, dtype, device)
+
+
+@lru_cache(maxsize=256)
+def _constant(number: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.tensor(number, dtype=dtype, device=device)
+
+
+def weights(
+    reduction: Reduction, targets: Sequence[Parts], sides: Mapping[str, Parts], number: int, copies: Copies | None,
+    loss_scale: float | torch.Tensor | None = None,
+) -> Weights:  # fmt: skip
+    """The weights of ``number`` microbatches.
+
+    The mean over copies of the pipeline is taken elsewhere, but explicit weights are counted over all copies.
+    """
+    if not isinstance(reduction, Weighted):
+        return Weights(1.0 / number if reduction == "mean" else 1.0, (), loss_scale)
+    named = {name: sides[name] for name in reduction.sides if name in sides}
+    counts = [
+        torch.as_tensor(reduction.fn(*(t.tree(m) for t in targets), **{n: part.tree(m) for n, part in named.items()}))
+        for m in range(number)
+    ]
+    for m, value in enumerate(counts):
+        if value.numel() != 1:
+            raise BatchError(
+                f"fpipe.weighted's function returned a tensor of shape {list(value.shape)} for microbatch {m}; "
+                "it must return one number per microbatch, such as its count of tokens"
+            )
+    exact = [value.detach().reshape(()).to(torch.float64) for value in counts]
+    total = torch.stack(exact).sum()
+    if copies is not None:
+        total = copies.total(total)
+    total = torch.where(total == 0, torch.ones_like(total), total)
+    return Weights(None, [value / total for value in exact], loss_scale)
