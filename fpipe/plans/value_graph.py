@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..programs.stage_programs import Programs
-from ..tree import Aval, Spec, Static
+from ..tree import Aval, Static, Structure
 from .keys import (
     BatchLeaf,
     Grad,
@@ -42,7 +42,7 @@ class Interface:
     read.
     """
 
-    y_spec: Spec
+    y_spec: Structure
     y_static: tuple[tuple[int, Any], ...]
     ys: tuple[tuple[str, Aval] | int | None, ...]
     dxs: tuple[tuple[str, Aval] | int | None, ...]
@@ -51,7 +51,7 @@ class Interface:
     takes_dy: tuple[bool, ...]
     aux: Aval | None = None
     leaves: tuple[str, ...] = ()  # the paths of the parameters
-    state: tuple[Spec | None, tuple[Aval, ...]] = (None, ())
+    state: tuple[Structure | None, tuple[Aval, ...]] = (None, ())
 
     @classmethod
     def of(cls, programs: Programs, leaves: tuple[str, ...] = ()) -> Interface:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
+from os import PathLike
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -126,6 +127,10 @@ class Config:
 
 def _schedule_for(source: Source, ranks: int, stages: int, microbatches: int) -> Schedule:
     """Read or generate the schedule, and check it against the pipeline."""
+    if not isinstance(source, (str, PathLike, Schedule)) and not callable(source):
+        raise StageError(
+            f"schedule={source!r}; give a name, a Schedule, a path to a CSV or a function (ranks, microbatches)"
+        )
     schedule = schedule_from(source, ranks, microbatches, stages)
     if schedule.ranks != ranks:
         raise StageError(f"the schedule is for {schedule.ranks} ranks, the group has {ranks}; make both agree")

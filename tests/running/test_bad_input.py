@@ -11,6 +11,7 @@ from torch import Tensor
 import fpipe
 from common import layer, squared
 from fpipe.running.debugging import check_leaks
+from fpipe.running.registers import Registers
 
 WIDTH, PARTS = 3, 4
 SEEN: list[str] = []
@@ -263,14 +264,16 @@ def test_debug_is_a_flag_and_a_context():
 
 def test_debug_finds_what_a_run_forgot_to_free():
     plan = piped().plan(PARAMS, X, T)[0]
-    empty: list[Any] = [None] * plan.slots
-    check_leaks(plan, [*empty, {}, None])
+    registers = Registers.empty(plan.slots, None)
+    check_leaks(plan, registers)
     forgotten = next(s for s in range(plan.slots) if s not in {*plan.feeds.values(), *plan.results.values()})
-    empty[forgotten] = X
+    registers.slots[forgotten] = X
     with pytest.raises(fpipe.FpipeError, match=rf"slots \[{forgotten}\]"):
-        check_leaks(plan, [*empty, {}, None])
+        check_leaks(plan, registers)
+    registers = Registers.empty(plan.slots, None)
+    registers.receives[1, 0] = None  # type: ignore[assignment]
     with pytest.raises(fpipe.FpipeError, match=r"receives \[\(1, 0\)\]"):
-        check_leaks(plan, [*([None] * plan.slots), {(1, 0): None}, None])
+        check_leaks(plan, registers)
 
 
 @pytest.mark.parametrize("name", fpipe.schedule_names())
