@@ -181,7 +181,9 @@ def _items(costs: Any) -> tuple[tuple[Any, ...], tuple[float, ...]]:
     return names, tuple(map(float, items))
 
 
-def _schedule(ranks: int, placement: Any, stages: int | None, microbatches: int | None) -> Schedule:
+def _schedule(
+    ranks: int, placement: str | Placement | Schedule, stages: int | None, microbatches: int | None
+) -> Schedule:
     if isinstance(placement, Schedule):
         if placement.ranks != ranks:
             raise ScheduleError(f"the schedule is for {placement.ranks} ranks, not {ranks}; make both agree")

@@ -151,8 +151,7 @@ def walk(rows: Sequence[Row], stages: int, microbatches: int) -> Walk:
     """
     facts = Facts(stages, microbatches)
     present, table = facts.at_first(), facts.table
-    reached = [0] * len(rows)
-    runs = array("q")
+    reached, runs = [0] * len(rows), array("q")
     waiting: dict[int, list[int]] = {}  # fact -> the ranks that wait for it
     ready = list(range(len(rows) - 1, -1, -1))
     while ready:

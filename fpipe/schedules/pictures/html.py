@@ -10,12 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from math import floor, log10
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from . import labels
 from .colours import fill, ink, rgb
 from .scene import Lane, Scene
 from .text_width import text_width
+
+Json: TypeAlias = dict[str, Any]
 
 VIEWER = Path(__file__).parent / "viewer"
 SCRIPTS = ("data.js", "paint.js", "view.js")
@@ -42,7 +44,7 @@ def _read(name: str) -> str:
     return (VIEWER / name).read_text(encoding="utf-8")
 
 
-def data(scenes: Sequence[Scene]) -> dict[str, Any]:
+def data(scenes: Sequence[Scene]) -> Json:
     """The data of the page: plain lists and numbers."""
     names = _names(scenes)
     return {
@@ -57,7 +59,7 @@ def _names(scenes: Sequence[Scene]) -> list[str]:
     return [name if names.count(name) == 1 else f"{name} ({k})" for k, name in enumerate(names, 1)]
 
 
-def _scene(scene: Scene, label: str) -> dict[str, Any]:
+def _scene(scene: Scene, label: str) -> Json:
     places = 8 - floor(log10(scene.total)) if scene.total > 0 else 8
     unit = f" {scene.unit}" if scene.unit else ""
     peak = max((lane.peak for lane in scene.lanes), default=0.0)
@@ -81,7 +83,7 @@ def _scene(scene: Scene, label: str) -> dict[str, Any]:
     }
 
 
-def _colour(op: str, shade: int, shades: int) -> dict[str, Any]:
+def _colour(op: str, shade: int, shades: int) -> Json:
     colour = fill(op, shade, shades)
     return {"key": op + _DIGITS[min(shade, 35)], "colour": colour, "ink": ink(colour), "rgb": rgb(colour)}
 
@@ -91,7 +93,7 @@ def _em(names: Iterable[str]) -> float:
     return round(1.1 * max(text_width(name, 1.0) for name in names), 3)
 
 
-def _lane(lane: Lane, places: int) -> dict[str, Any]:
+def _lane(lane: Lane, places: int) -> Json:
     waits: list[float] = []
     for k, bar in enumerate(lane.bars):
         if bar.cause is not None:
@@ -115,7 +117,7 @@ def _short(value: float, places: int) -> float:
     return int(value) if value == int(value) else value
 
 
-def _legend(scenes: Sequence[Scene]) -> Iterator[dict[str, Any]]:
+def _legend(scenes: Sequence[Scene]) -> Iterator[Json]:
     shades = max(scene.shades for scene in scenes)
     for op, word in {op: word for scene in scenes for op, word in labels.legend(scene)}.items():
         yield {"op": op, "word": word, "colours": [_colour(op, k, shades) for k in range(shades)]}

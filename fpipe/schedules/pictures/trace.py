@@ -11,12 +11,14 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ...errors import FpipeError
 from ..actions import Action, AnyAction, Fused
 from ..spans import Span, Wait
 from .scene import Drawable, Scene
+
+Event: TypeAlias = dict[str, Any]
 
 _SCALE = {"s": 1e6, "ms": 1e3, "us": 1.0}
 _PART = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
@@ -33,52 +35,47 @@ def paint(scenes: Sequence[Scene]) -> str:
     return json.dumps(trace, separators=(",", ":"))
 
 
-def _facts(scene: Scene) -> dict[str, Any]:
+def _facts(scene: Scene) -> Event:
     """What the events do not contain."""
     ranks = len(scene.lanes)
     return {"name": scene.name, "unit": scene.unit, "span": scene.span, "bubble": scene.bubble, "ranks": ranks}
 
 
-def _events(pid: int, scene: Scene) -> Iterator[dict[str, Any]]:
+def _events(pid: int, scene: Scene) -> Iterator[Event]:
     scale = _SCALE.get(scene.unit, 1e3)
     yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": scene.name or "schedule"}}
     for rank, lane in enumerate(scene.lanes):
-        yield {"ph": "M", "pid": pid, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
-        yield {"ph": "M", "pid": pid, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}}
+        yield from _thread(pid, rank, f"rank {rank}", rank)
         for position, bar in enumerate(lane.bars):
-            where = {"pid": pid, "tid": rank}
-            args: dict[str, Any] = {}
+            args: Event = {}
             if bar.cause is not None:
                 cause, index = bar.cause
                 before = scene.lanes[cause].bars[index]
                 args = {"waited": bar.wait, "for": str(before.action), "of rank": cause, "position": index}
                 arrow = {"cat": "wait", "name": "waited for", "id": f"{pid}.{rank}.{position}"}
-                inside = (
-                    0.01 * before.start + 0.99 * before.end
-                ) * scale  # an arrow starts within a slice, not at its end
-                yield {"ph": "s", "pid": pid, "tid": cause, "ts": inside, **arrow}
-                yield {"ph": "f", "bp": "e", **where, "ts": bar.start * scale, **arrow}
+                inside = 0.01 * before.start + 0.99 * before.end  # an arrow starts within a slice, not at its end
+                yield {"ph": "s", "pid": pid, "tid": cause, "ts": inside * scale, **arrow}
+                yield {"ph": "f", "bp": "e", "pid": pid, "tid": rank, "ts": bar.start * scale, **arrow}
             ops = "+".join(part.op for part in bar.action.parts)
             name = ";".join(map(str, bar.action.parts))
-            time = {"ts": bar.start * scale, "dur": (bar.end - bar.start) * scale}
-            yield {"ph": "X", **where, **time, "name": name, "cat": ops, "args": args}
+            yield _slice(pid, rank, bar.start * scale, (bar.end - bar.start) * scale, name, ops, args)
+        link = len(scene.lanes) + rank
         if lane.carried:
-            where = {"pid": pid, "tid": len(scene.lanes) + rank}
-            yield {"ph": "M", **where, "name": "thread_name", "args": {"name": f"rank {rank} link"}}
-            yield {"ph": "M", **where, "name": "thread_sort_index", "args": {"sort_index": rank}}
+            yield from _thread(pid, link, f"rank {rank} link", rank)
         for start, end, what in lane.carried:
-            time = {"ts": start * scale, "dur": (end - start) * scale}
-            yield {
-                "ph": "X",
-                "pid": pid,
-                "tid": len(scene.lanes) + rank,
-                **time,
-                "name": what,
-                "cat": "link",
-                "args": {},
-            }
+            yield _slice(pid, link, start * scale, (end - start) * scale, what, "link", {})
         for at, amount in lane.curve:
             yield {"ph": "C", "pid": pid, "ts": at * scale, "name": f"rank {rank} holds", "args": {"held": amount}}
+
+
+def _thread(pid: int, tid: int, name: str, order: int) -> Iterator[Event]:
+    yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
+    yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": order}}
+
+
+def _slice(pid: int, tid: int, start: float, length: float, name: str, category: str, args: Event) -> Event:
+    times = {"ts": start, "dur": length}
+    return {"ph": "X", "pid": pid, "tid": tid, **times, "name": name, "cat": category, "args": args}
 
 
 # ---- and back -------------------------------------------------------------------------------------------------------
@@ -132,7 +129,7 @@ def read(path: Path) -> tuple[Drawable, ...]:
         ) from error
 
 
-def _recorded(pid: int, facts: dict[str, Any], events: list[dict[str, Any]]) -> Recorded:
+def _recorded(pid: int, facts: Event, events: list[Event]) -> Recorded:
     scale = _SCALE.get(facts["unit"], 1e3)
     ranks = int(facts["ranks"])
     lanes: list[list[Span]] = [[] for _ in range(ranks)]
