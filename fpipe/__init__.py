@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """fpipe: pipeline parallelism as a function, and its gradient as a transform of it.
 
 This is the public face: a table of names, and nothing else. A name loads its module when it is first used, so that

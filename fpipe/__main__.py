@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m fpipe`` is the command ``fpipe``."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``Schedule``: who computes what, in which order. Frozen, printable, comparable, and free of torch.
 
 A schedule is only compute: lowering adds sends, receives, frees and reductions. This module holds the value and its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``Stage``: a stage function with what a pipeline should know about it, and ``remat``.
 
 A stage is a pure function of its parameters and its input. This module knows neither programs, schedules nor ranks.

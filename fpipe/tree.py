@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pytrees and their abstract form: structure, shapes and dtypes without data, and strides of what is sent.
 
 optree flattens and unflattens. ``None`` is an empty node, so a missing stage or a frozen leaf needs no special case.

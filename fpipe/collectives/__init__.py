@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups of ranks, and the messages and collectives between them.
 
 ``group`` is the protocol that other packages use; ``local``, ``c10d`` and the fakes of ``fpipe.testing`` implement it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The key-value store of torch.distributed, and the only uses of its private names in this package."""
 
 from __future__ import annotations

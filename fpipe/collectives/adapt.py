@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules for right results on every backend: pure functions from capabilities to a method.
 
 mean            sum, then divide, except on an allow-list           integers: refused

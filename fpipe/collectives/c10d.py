@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``Group`` over a process group of torch.distributed: one rank per process, any backend of the capability table.
 
 The n-th message of a channel is its n-th receive, so tags are not used. Where a backend needs one order for both

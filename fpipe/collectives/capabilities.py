@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each backend supports, refuses and computes wrongly: a frozen table of facts, each with its source.
 
 Keyed by (device type, backend), because one name may denote two libraries ("hccl" is Ascend's and Habana's). Unknown

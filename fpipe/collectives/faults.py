@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Translating a backend's error into one that names who waited, for whom, and the most likely cause.
 
 The rank that is waited for often waits itself, or failed because of a third one. Each rank publishes its state in the

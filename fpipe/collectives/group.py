@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``Group``: the interface through which the runner reaches other ranks.
 
 A message is a tuple of tensors, described on both sides by the same tuple of :class:`Spec`. A channel is a pair of

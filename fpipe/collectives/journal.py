@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each rank did last and which rank it waits for, published through the store for error messages.
 
 Recording sets an attribute; a daemon thread writes changes ten times a second, so that the last action of a rank that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fpipe.local``: all ranks in this process; a message is a reference to its tensors.
 
 Nothing is copied where sender and receiver share a device. There are no threads: the caller that runs the ranks in

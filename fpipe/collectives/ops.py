@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Differentiable collectives for use in a stage: all_to_all, all_gather, reduce_scatter, all_reduce.
 
 Each one is a start and a wait of torch's functional collectives, forward and backward, so that a trace contains both

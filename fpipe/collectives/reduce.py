@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reductions by the methods that ``adapt`` selects, over a process group of torch.distributed.
 
 Arguments are not changed, except by the ``start_`` functions, which take over their memory.

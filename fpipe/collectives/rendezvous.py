@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gathering of objects through the store: no device and no backend is needed, and an error names a missing rank.
 
 For handshakes and barriers, a few per step at most. It polls: a blocking wait of the store prints warnings when it ends

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fpipe.init``: the group of this process, from the environment variables of torchrun if they are set.
 
 The only file that starts process groups. Device types and backends come from their tables. This module must not know

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wire format of messages: few flat buffers, the same on both sides, computed from the Specs alone.
 
 A tensor is sent as its memory, in memory order. Small tensors of one message share one buffer of bytes; a single small

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fpipe check``, ``fpipe names`` and ``fpipe compare``: facts about schedules as text. Never imports torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command ``fpipe``: loads the commands of ``COMMANDS`` by name, and turns exceptions into one message.
 
 Exit status: 0 success, 1 a schedule is not valid, 2 a usage error or a failure of the command, 130 interrupted.

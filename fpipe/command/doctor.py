@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fpipe doctor``: describe this machine, probe its backend for known faults, and list the remedies of fpipe.
 
 Two processes call the backend directly; the results are compared with the capability table. Knows no pipeline.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fpipe draw`` and ``fpipe view``: pictures of schedules and timelines. Never imports torch."""
 
 from __future__ import annotations

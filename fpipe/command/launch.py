@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fpipe.launch``: one function on several processes of this machine or of a Ray cluster.
 
 Sets the environment variables of torchrun, returns the results by rank, raises the first failure with that rank's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keeps freed memory in the process for the next step, where the C library is glibc's. Knows nothing else.
 
 glibc returns large blocks to the system as soon as they are freed, and the next step faults every page in again. Its

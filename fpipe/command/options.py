@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What commands share: options, the schedule that they name, and error reports. Knows no command and no torch."""
 
 from __future__ import annotations

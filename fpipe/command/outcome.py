@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report of a function on each rank, and which of several failures to raise.
 
 Shared by all ways to launch. Knows no process, no pipe and no cluster.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fpipe profile``: measure the costs of stages and messages on this machine, and write them to a file.
 
 Processes run a pipeline, by default of plain blocks. The results are a table, a ``Costs`` file and pictures.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fpipe.launch(..., on="ray")``: one actor of a Ray cluster for each rank.
 
 A placement group reserves a bundle for each rank, all or none; ranks of one node are adjacent. Ray is imported when

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fpipe train``: train a small GPT through a pipeline of processes on this machine, and report the result.
 
 Parses options, then runs the ranks behind a live display, compares the last gradients with those of one process, and

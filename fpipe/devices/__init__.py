@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Devices as records: the differences between cpu, cuda, xpu, npu, hpu and mps.
 
 ``kinds`` is data; ``current`` uses ``torch.accelerator``. This package must not know groups or stages.

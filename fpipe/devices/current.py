@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The device of this process: its choice, memory, random seed and synchronization, through ``torch.accelerator``.
 
 The functions accept the CPU too, which has no memory counters or streams, so that callers need no special case. This

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of device types: data only, with a conservative record for types that are not in it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedules by name: one family of generators per file, the catalogue of names, and tools that compare schedules.
 
 A generator is a pure function of counts. It knows nothing of tensors or processes; ``Schedule.check`` decides whether

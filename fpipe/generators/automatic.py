@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZB-1p and ZB-2p: zero bubble from costs, by a heuristic under a memory limit of p or 2p microbatches a rank.
 
 Qi et al., "Zero Bubble Pipeline Parallelism", 2024 (arXiv:2401.10241), section 3. ZB-2p on 4 ranks at unit cost:

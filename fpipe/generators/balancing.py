@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Proposes cuts into stages of even cost, and simulates the gain.
 
 Costs are numbers, one for each thing that must stay whole (a layer, an embedding, a head), or modules whose cost is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The catalogue: which schedules have a name, which counts each accepts, and the names that users register.
 
 A new schedule is one function and one row in ``TABLE`` or, for users, one call of :func:`register_schedule`.

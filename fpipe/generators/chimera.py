@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chimera: two pipelines in opposite directions, each in the gaps of the other.
 
 Li and Hoefler, "Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional Pipelines", 2021

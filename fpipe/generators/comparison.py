@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All schedules side by side: what each would cost at the same counts and the same price per rank.
 
 The price is that of a rank's whole share of the model, so that a schedule that puts two stages on a rank pays half

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DualPipe and DualPipeV: a forward and a backward run as one, so that each hides the other's communication.
 
 DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (arXiv:2412.19437), and the DualPipe repository published with it;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPipe: all forwards, then all backwards.
 
 Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019 (arXiv:1811.06965).

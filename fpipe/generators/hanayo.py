@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hanayo: the model in waves, down the ranks and up again, several times.
 
 Liu et al., "Hanayo: Harnessing Wave-like Pipeline Parallelism for Enhanced Large Model Training Efficiency", 2023

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several chunks of the model on each rank, dealt in a loop: stage s on rank s % p.
 
 Interleaved 1F1B: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """1F1B: a rank runs one backward for each forward as soon as it can, and so holds few activations.
 
 Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush), 2021 (arXiv:2006.09503);

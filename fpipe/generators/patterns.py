@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a string of letters to a row of actions.
 
 A rank's row is a pattern: ``"FFBFBB"`` is two forwards, a backward, and so on. Each letter has a tape: an iterator over

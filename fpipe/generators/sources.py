@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a name, a file, a function or a ``Schedule`` becomes a ``Schedule``: the one place with that rule."""
 
 from __future__ import annotations

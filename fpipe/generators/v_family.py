@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """V-Min and V-Half: the V of ZBV with a third and a half of its memory.
 
 Qi et al., "Pipeline Parallelism with Controllable Memory", 2024 (arXiv:2405.15362). A microbatch is a building block:

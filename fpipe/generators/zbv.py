@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZBV: zero bubble on a V, with the memory of 1F1B.
 
 Qi et al., "Zero Bubble Pipeline Parallelism", 2024 (arXiv:2401.10241), section 6. The model goes down the ranks and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Zero bubble: the backward cut in two, and the half that nothing waits for (W) put where a rank would idle.
 
 Qi et al., "Zero Bubble Pipeline Parallelism", 2024 (arXiv:2401.10241).

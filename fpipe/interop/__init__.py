@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other people's models and configurations; no other package knows them.
 
 This package does not import transformers or torchtitan: it reads attributes of the objects that it is passed.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A part of a decoder-only causal model as a stage function, by what the families of transformers models share.
 
 They embed tokens, run a list of layers, and end in a norm and a head; between these is code that each family defines

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The forward of a module as a ``torch.fx`` graph whose nodes are its submodules and what happens between them.
 
 A submodule without a cut inside is one node, whatever it computes. This module must not know parameters or stages.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A context in which tensors are real while a trace goes on around it: the private part of torch that interop uses.
 
 A buffer of a module must be copied to the device of its stage for real, also if the first call of the stage function

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cuts the forward of a module into pieces: one small graph for every stage.
 
 Values that a later piece needs are passed from piece to piece, so residuals and skips across a cut need no special

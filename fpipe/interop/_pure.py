@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A module without its weights, run with weights that are passed in: the base of every stage made from a module.
 
 ``clone`` copies the tree of modules (not the tensors), ``claims`` says which stage has which parameter under which

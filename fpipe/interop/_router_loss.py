@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The auxiliary loss of mixture-of-experts routers, summed from stage to stage.
 
 transformers' load-balancing loss multiplies two sums over all layers, so it is not a sum of losses of single stages:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules under FSDP2 (``fully_shard``) as stages: FSDP's hooks gather and reduce, the pipeline calls and updates.
 
 The parameters of such a stage are this process's local shards, plain tensors. FSDP works on a module and on ``.grad``;

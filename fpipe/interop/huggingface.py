@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoder-only causal models of the transformers package as pure stages.
 
 This module must not know any family of models by name, and does not import transformers.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``from_module`` and ``to_module``: an ``nn.Module`` as pure stages with their parameters, and back.
 
 The stages are functions; they never change the module, which keeps its weights. This module must not know ranks or

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pipelines from a torchtitan configuration.
 
 A configuration is any object with torchtitan's ``parallelism`` and ``training`` sections. This module reads their

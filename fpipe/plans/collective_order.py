@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One order of collectives for all members of a communicator, or no weave.
 
 Members that start the collectives of one group in different orders wait for ever, or give each other wrong values. A

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step is expected to cost, from its plans: programs by their shapes, woven actions by their weaves.
 
 For the simulator, in microseconds; what is known of the stages that live here stands in for the others. Knows programs

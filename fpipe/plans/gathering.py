@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the copies of a pipeline do together, put into a plan: REDUCE, UNSHARD, RESHARD and the waits for them.
 
 Gradients of a stage leave as soon as the last of them is there. Parameters that come in parts are gathered one action

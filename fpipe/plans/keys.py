@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keys: how a plan names the values that it moves.
 
 A key is a pair ``(source, microbatch)``. The source says what the value is: one of the named tuples below. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lowering: a schedule and its programs become one rank's plan.
 
 First each action becomes steps over keys (waits, the program, sends, accumulation), then ``slots`` gives out numbers,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many bytes a rank holds at each step of its plan, by storage: two views of one tensor count once.
 
 Parameters, the caller's batch and constants are not counted. Where ranks live in different processes, a receive counts

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages of one rank: what comes from whom in which order, what goes where, and when a send has surely arrived.
 
 The order of a channel is that in which the sender's row makes its messages; the receiver reads that row, so both agree

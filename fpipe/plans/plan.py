@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``Plan``: what one rank runs, as a flat tuple of instructions over numbered slots.
 
 Everything is explicit here: which program on which slots, what is sent to whom, what is received when, what is freed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How copies of a pipeline share a stage's tensors: flat buckets, cut into one part for each copy.
 
 A bucket is memory of one dtype in which leaves lie one after another, each at a multiple of 64 bytes, padded so that

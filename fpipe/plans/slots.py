@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Register allocation: steps over keys become instructions over slots, with frees, and every byte is counted.
 
 A slot is given back at the last use of its value; a program takes the values that end with it out of their slots, so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where values come from and where they go: the graph that stages make of each other's outputs.
 
 An ``Interface`` is what other ranks must know of a stage: its outputs and input gradients, and which of them are only

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The autocast around a call: a trace contains its casts, so programs must run without it, or they would cast twice.
 
 Backwards run without it, as torch recommends. Knows no stages or programs.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batch norm's updates of running statistics as values.
 
 Its kernels write into the statistics although their schemas declare them as plain inputs. ``spell_out`` replaces each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles a program with one of torch's compilers; inputs, outputs and names stay."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors to raise for a stage function that cannot be traced or is not pure. Knows exceptions, no stages or graphs."""
 
 from __future__ import annotations

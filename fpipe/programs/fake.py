@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fake tensors, ``make_fx`` and functionalization: everything that fpipe uses of torch's private tracing.
 
 Works on torch 2.11 to 2.15 (``tests/programs/test_fake.py``). Knows abstract tensors and graphs, no stages.

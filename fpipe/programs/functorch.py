@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a torch.func transform is active: all that fpipe uses of its private parts. Knows no stages or pipelines."""
 
 from __future__ import annotations

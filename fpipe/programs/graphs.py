@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clean-up of a traced graph, and what its nodes show: annotations, captured tensors, storages.
 
 Placeholders are named after their role: ``p0..`` parameters, ``x0..`` inputs, ``k0..`` side inputs, ``t0..`` state,

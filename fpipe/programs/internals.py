@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Private parts of torch that programs read: schemas of operations, identities of storages, saved tensors of nodes.
 
 Knows no stages or programs. Tracing, dispatch modes and torch.func are in ``fake``, ``purity`` and ``functorch``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traces a stage's outputs and gradients as one graph over fake tensors.
 
 The joint function is written with ``torch.autograd.grad``, so custom autograd functions, functional collectives and

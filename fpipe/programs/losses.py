@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A loss as a stage without parameters, whose input is the last stage's output and the targets.
 
 Knows stages and programs, no schedules, ranks or microbatches.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names for parts of a function that its backward carries too.
 
 A forward operation is annotated by torch. The backward runs later, from autograd's nodes, whose sequence numbers

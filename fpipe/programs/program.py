@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``Program``: a straight line of tensor operations, printed as Python and called with a box.
 
 A box is a list of arguments that the program empties as it starts, so that a tensor is freed at its last use even if

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Refuses impure stage functions while they run: writes into captured tensors, and captured tensors that require a
 gradient. Both are refused before they happen. Knows operations, no stages or graphs."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The states of torch's default random streams, to save and restore. Knows devices alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arguments and results of a stage function in abstract form, and the call itself; shared by both engines.
 
 The results are known from a run on fake tensors. Nothing here knows graphs, schedules or ranks.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Simplifies a traced graph without changing a bit: on small tensors an operation costs more than its arithmetic.
 
 A linear map over more than two axes is traced as one over two, with a view before and a view after. Knows graphs alone.

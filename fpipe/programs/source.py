@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes graph nodes as a Python function, one line for each operation, with a ``del`` after each last use.
 
 Knows nodes and names, no programs or stages.

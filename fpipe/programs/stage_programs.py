@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``Programs``: the four programs of a stage, F, B, I and W, and the values they share.
 
 The values of one stage share a namespace: ``p0..`` parameters, ``x0..`` inputs, ``k0..`` side inputs, ``t0..`` state,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cache of traces: those of each function, as long as it lives, up to a limit.
 
 A Python number is a part of a signature. One that differs in every call, such as a temperature or the number of a step,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Splits one traced joint function into the four programs F, B, I and W.
 
     F   what the outputs need, and every random draw

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traces a stage over fake tensors and splits the graph into programs, once per function and signature.
 
 What depends on data cannot be traced, since there is no data. Knows functions and signatures, no schedules, ranks or

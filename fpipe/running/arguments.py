@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arguments of one call: checked, flattened, cut into microbatches, and abstracted to a signature.
 
 Two calls with one signature run the same plans. Knows configurations and batches; no plan and no register.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The warm path: look up or prepare the plans of a call, feed, run, and read the results.
 
 Nothing is kept between calls but the ``Cache``. Knows configurations, plans and registers; no schedule by name.

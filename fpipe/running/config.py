@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The configuration of a pipeline: what ``fpipe.pipeline`` was called with, checked and frozen.
 
 A variant of a pipeline has a ``dataclasses.replace`` of it. Knows stages, schedules and groups; no plan and no call.

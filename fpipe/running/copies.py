@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """REDUCE, UNSHARD, RESHARD and their WAIT as functions of the registers.
 
 A wait for other copies blocks and does not yield to other ranks of this process: all copies run one plan, so they

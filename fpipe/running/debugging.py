@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fpipe.debug``: look at every result of every program, and at what a run leaves behind.
 
 Where a NaN turns up, the program that made it is gone through once more, operation by operation, to say which one it

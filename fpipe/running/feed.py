@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What goes into the registers before a run: parameters, microbatches, weights, cotangents. Knows no schedule."""
 
 from __future__ import annotations

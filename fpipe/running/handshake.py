@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks compare what they are about to run before the first message is sent.
 
 Each says what it runs in a few named facts; where two disagree, all of them raise the same error that names the fact,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The interpreter: one short loop over a plan, a generator that yields only where it must wait.
 
 ``bind`` turns each instruction into a small function of the registers, once; ``execute`` runs them. ``drive`` runs one

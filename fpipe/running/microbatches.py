@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batches cut into microbatches, and results joined again.
 
 The first axis of every tensor leaf of a batch is the batch axis; leaves that are not tensors are passed to every

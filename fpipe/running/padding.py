@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``pad``: sequences of a list of microbatches to one length, or to multiples of one, and outputs back again.
 
 Tensors have rows first and the sequence on ``axis``. What a pad holds depends on what a leaf means (token, mask, label,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fpipe.pipeline``: stages, a schedule and a loss as one function, and the transforms of it.
 
 A ``Pipeline`` is a frozen ``Config`` with a cache of plans. Calls are in ``calls``; nothing here knows plans' insides.

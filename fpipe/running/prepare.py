@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a call's signature to executable plans: trace the local stages, exchange interfaces, lower, bind.
 
 This is the cold path, run once for every new signature; the pipeline caches the result. It uses the group only to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the losses of the microbatches become one number: mean, sum, or a weighted mean.
 
 Weights are known before the first backward, so the gradient does not depend on how the batch was split. Knows

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``Registers``: everything that changes while one rank runs its plan. Knows no plan, program or group."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is read from the registers after a run: the loss on every rank, gradients by stage, outputs, state.
 
 ``ResultLayout`` is computed once for each signature, ``Results`` reads one run by it. Knows plans and registers; no

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scalars of a step, such as its losses: added in the order of their microbatches, and as a row of bytes.
 
 On a CPU they go through Python's own numbers, since a few operations on single elements cost as much as a small stage.

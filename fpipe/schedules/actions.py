@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``Action`` and ``Fused``: the elements of a schedule. Standard library only; nothing here knows tensors or order.
 
 F   forward of a stage on a microbatch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks whether a schedule is complete and can run; reports the first broken rule with rank, position and remedy.
 
     rule         what it requires

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``Costs``: what actions take in time and memory, and messages in time and bytes. It knows no schedule."""
 
 from __future__ import annotations

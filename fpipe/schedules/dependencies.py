@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each action needs and provides, and an order of a schedule's actions in which each follows what it needs.
 
 This is the only file that knows which action must come before which: the table ``RULE``. The checker, the simulator,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``Placement``: which rank runs each stage, for each microbatch. It knows actions, not the order in which they run."""
 
 from __future__ import annotations

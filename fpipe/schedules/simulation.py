@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When each action would run, and what each rank would hold: costs in, a ``Timeline`` out.
 
 Every rank runs its row in order, each action as soon as the rank is free and the facts it needs have arrived. Links

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The elements of a timeline: an action with its times, what it waited for, what a link carries."""
 
 from __future__ import annotations

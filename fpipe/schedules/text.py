@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedules as text: one line of cells per rank, as brackets for people or as CSV, both ways and exact.
 
 The readers are strict: every character of a cell belongs to an action, or a ``ScheduleError`` names line, column and

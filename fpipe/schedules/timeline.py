@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``Timeline``: when each action ran and what each rank held, as a plain frozen value.
 
 Its times come from ``simulate`` or from a profiler. Times and causes are flat arrays, so that millions of actions fit

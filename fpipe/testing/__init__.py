@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Public fakes and a conformance suite, for tests of user code and of user-defined groups.
 
 ``run`` runs a function on fake ranks in one process: deterministic, with a seeded order of events and with chosen

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The requirements of fpipe on a group, as a suite of cases that covers every member of the protocol.
 
 A case is a generator per rank: it yields the works that it waits for, so one suite serves ranks that share a process

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Group whose ranks are threads of a :class:`World`: messages with a seeded delay, or sends that block.
 
 ``"buffered"``: a send returns at once and its message arrives later, each channel in order.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults as data: what fails in a fake world, and where. This module must not know threads and tensors."""
 
 from __future__ import annotations

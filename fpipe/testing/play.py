@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``run`` and ``outcomes``: run a function of a group on fake ranks in this process."""
 
 from __future__ import annotations

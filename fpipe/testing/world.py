@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A world of ranks that run in turn: one thread per rank, a simulated clock, and a seeded choice of the next rank.
 
 A rank that would block yields its turn. When no rank can run, the clock advances to the next event; without one, all

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradient transforms: pairs of pure functions over trees with one entry per stage.
 
 ``tx = chain(...)``; ``state = tx.init(params)``; ``updates, state = tx.update(grads, state, params)``;

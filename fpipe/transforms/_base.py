@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The transform record, chains of transforms, and how updates are added to parameters.
 
 One rule goes beyond optax: updates of ``None`` for the whole tree mean "no step". A chain stops there and keeps the

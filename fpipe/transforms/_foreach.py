@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Functions of lists of tensors: torch's foreach and fused kernels under plain names.
 
 torch's names for these kernels begin with an underscore, so this is the only file of the transforms that calls them.

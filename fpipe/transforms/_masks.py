@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masks and labels: a bool or a string for every leaf, from functions, patterns of names, or prefixes of the tree.
 
 This module must not know what a transform does with them.

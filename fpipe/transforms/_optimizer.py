@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all optimizers with moving averages share: their state, learning rate, weight decay and dtypes.
 
 An optimizer is its arithmetic, ``arithmetic(step, *moments) -> (updates, *moments)``, on columns of leaves. This

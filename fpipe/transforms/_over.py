@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a transform needs of a pipeline to reduce over all stages, and boards that every process reads alike.
 
 ``over=pipe`` takes any object with the Protocol below; ``over=None`` means that the tree is complete. A board has one

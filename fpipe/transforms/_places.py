@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a tree has leaves, and the leaves of other trees at the same places.
 
 Gradients have ``None`` for stages on other processes and for frozen leaves, where parameters and state may have a leaf.

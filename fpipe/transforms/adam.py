@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AdamW: Decoupled Weight Decay Regularization, Loshchilov and Hutter 2019 (arXiv:1711.05101).
 
     m ← lerp(m, g, 1 − β₁)      v ← β₂ v + (1 − β₂) g²

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums and averages over steps: gradients of several calls in one step, and moving averages.
 
 This module must not know ranks or optimizers.

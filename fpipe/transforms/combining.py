@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transforms for a part of the leaves: for them the other leaves are ``None``, as those of stages elsewhere are.
 
 A transform inside therefore needs no special case. Every one runs on every process, also where it has no leaf, so that

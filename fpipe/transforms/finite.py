@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients that are not finite: leaving a step out on all ranks together, and the loss scale of half precision.
 
 Whether gradients are finite is one number, summed over the pipeline, so that all processes decide alike. The decision

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of tensors with several copies: means over data-parallel replicas, sums over copies of a tied parameter.
 
 One reduction per dtype, of all leaves as one flat tensor. This module must not know optimizers or schedules.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stochastic gradient descent, plain, with momentum, or with Nesterov momentum (Sutskever et al. 2013).
 
     b ← μ b + (1 − dampening) g      (the first b is g)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Muon: momentum whose matrices a Newton-Schulz iteration replaces by nearly orthogonal ones.
 
 Keller Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the learning rates by shape are

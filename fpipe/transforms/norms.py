@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The norm of all gradients of a model, over all of its stages, and clipping by it.
 
 Each stage's share of the norm is a function of that stage's leaves alone and has a slot on a board, so stages may be

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An optimizer step that assumes that gradients are neither clipped nor left out, and verifies that later.
 
 Every process updates at once under that assumption and begins one sum over the pipeline that decides. The next step

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small transforms of each leaf: scales, schedules, casts, decay, noise.
 
 This module must not know ranks: noise depends on the stage, not on the process.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lion: Symbolic Discovery of Optimization Algorithms, Chen et al. 2023 (arXiv:2302.06675).
 
     update = −lr · (sign(β₁ m + (1 − β₁) g) + decay · p)      m ← β₂ m + (1 − β₂) g

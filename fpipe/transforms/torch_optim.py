@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Any torch optimizer as a transform: it steps on copies of the parameters, and their difference is the update.
 
 This module must not know what an optimizer does, only that its state is a dict per parameter.

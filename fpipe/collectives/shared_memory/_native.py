@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls that need ctypes: addresses, copies, and the futex of Linux (sleep until a word of memory changes).
 
 The counters of a lane are written after the bytes that they announce, and read before them. x86-64 keeps that order

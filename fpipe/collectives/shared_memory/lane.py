@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One lane of messages from a process to another of the same host, in memory that both have mapped.
 
 The writer copies a message in and increments ``sent``; the reader copies it out and increments ``taken``. Each counter

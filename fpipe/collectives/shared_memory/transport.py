@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages between the ranks of a group that run on one host, through memory that they share.
 
 Each rank has an outbox, a memory file without a name, that the others open through ``/proc``: nothing is left behind,

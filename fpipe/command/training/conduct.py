@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the ranks of ``fpipe train``, forwards their reports to a screen, and compares gradients with one process.
 
 Knows no options and prints nothing.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small GPT as pure stages: one function, and a pytree of parameters for each stage.
 
 The parameters of a stage determine its computation: an embedding, some blocks, a head. A block's initial values depend

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One process of ``fpipe train``: a training loop as a user would write it, with reports over a connection.
 
 Rank 0 reports; every rank returns the parameters and gradients of its stages. Knows no screen and no file.

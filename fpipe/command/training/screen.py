@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The display of ``fpipe train``: live on a terminal, and ten lines of text elsewhere.
 
 Knows the fields of the reports of ``rank``, and nothing of training.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same gradients without a pipeline: plain autograd, one process, one microbatch after another.
 
 The reference of the comparison, so it uses nothing of the engine. A schedule determines only the order in which the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training text: Shakespeare's sonnets, by character.
 
 Batches depend on (seed, step) alone, so they are the same on every rank and in every run. Knows no model.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long an operation may take, from shapes alone: what the weave's scheduler plans with where nothing was measured.
 
 Integers of nanoseconds, the same on every rank that has the same programs, so that all of them plan alike. Rough on

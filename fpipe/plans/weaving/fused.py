@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lowering of fused actions: their parts become lines of segments, and a weave says in which order these run.
 
 A plain action that starts collectives is a weave of one line: what nobody waits for runs while it waits.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The list scheduler of weaves: a beam search over the orders in which lines of segments can be merged.
 
 The objective is time by two clocks, one that computes and one that carries; the bound is on the bytes of what crosses

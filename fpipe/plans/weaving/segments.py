@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cuts a straight-line program into segments that can be woven with another program's.
 
 A program is cut where a collective starts, where one is waited for, where the user's marks change, and where a piece

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``Weave``: two or more lines of segments merged into one order, as data; what is expected of it, and its listing.
 
 A weave says which line goes on with which of its segments. Of each segment is known how long it takes, which transfers

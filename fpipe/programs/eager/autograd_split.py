@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Splits the backward of a graph that autograd recorded into input gradients (I) and weight gradients (W).
 
 Where a node on the path from the outputs to the inputs also has edges that lead to parameters alone, the path forks: I

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``engine="eager"``: the four programs of a stage on autograd, for functions that look at their data.
 
     F   runs the function and records its graph          B   one ``torch.autograd.grad`` for everything

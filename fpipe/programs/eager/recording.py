@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a stage function on autograd: keeps its graph, checks what it returns, and detaches it.
 
 The function may take another path with each microbatch, but its results must be as the plan expects them. Knows

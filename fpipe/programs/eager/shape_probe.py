@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an eager stage returns, before it runs: plans need the shapes first.
 
 In this order: what ``Stage(like=)`` returns on fake tensors; what the function itself returns on fake tensors; for a

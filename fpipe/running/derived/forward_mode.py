@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forward mode through a pipeline: every stage becomes a dual one, whose values are pairs with their tangents.
 
 A dual pipeline has the configuration of the one that it is derived from, so everything that can be done with a pipeline

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pipeline inside a torch.func transform, as meta-gradients through an inner step need it.
 
 No plan runs there: the value is computed by the stages' functions, one microbatch after another, and the gradient by

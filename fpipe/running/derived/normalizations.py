@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Normalizations as plain operations, for second derivatives by forward mode.
 
 torch's rules for layer, batch and instance norms treat the statistics as constants when the tangent of such a norm is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradient norms per example over all stages, and gradients to which each example contributes a scaled part.
 
 An example is a batch of one row. In a first step every stage receives its parameters once for each row, and the squared

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pipelines derived from a pipeline: its stages and its loss wrapped, everything else as configured.
 
 Knows stages and configurations; no plan and no register.

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measurements of a run: events, clocks, costs and the timeline of a measured step."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clocks: of this process and of a device, and by how much those of two processes differ.
 
 The difference is found as a watch is set by post: rank 0 asks, the other says its time, and the truth lies between the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From what was recorded to a ``Timeline``, and to the ``Costs`` by which a simulation comes out like it.
 
 An action lasts from the start of its first program to the end of the last; a message costs its sender the time in which

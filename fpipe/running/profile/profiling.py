@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fpipe.profile``: a step of a pipeline as it ran, over the same step as it is simulated; and what its parts cost.
 
 The measured timeline is drawn by what draws the simulated one. ``measure_costs`` makes the ``Costs`` by which any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When each instruction of a plan ran, on every rank, by one clock.
 
 A ``Recorder`` is hung into the runner for a while; it puts a clock around each step and changes nothing else. What it

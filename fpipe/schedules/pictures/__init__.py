@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pictures of timelines: text for a terminal, ``.svg``, ``.png``, an interactive page, a trace for Perfetto."""
 
 from .output import FORMATS, draw, load, save

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The colours of the pictures: one hue per kind of work, one shade per chunk of a rank.
 
 The hues were chosen so that any shade of one kind stays apart from any shade of another under protanopia,

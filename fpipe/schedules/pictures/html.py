@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A timeline as one self-contained HTML file: the viewer's page, style and scripts, and the timelines as data.
 
 The viewer's files are in ``viewer/``; this module joins them.

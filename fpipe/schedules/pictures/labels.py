@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers and short phrases: all pictures write them alike."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draws timelines as text, writes them as files and reads them again.
 
 What is drawn is typed by :class:`~fpipe.schedules.pictures.scene.Drawable`, a protocol, so that this package is below

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layout of a still picture: rectangles and lines of text, for ``.svg`` and ``.png``.
 
 A page is a list of shapes; its unit is the pixel of a plain screen. It knows nothing of files. Where actions would be

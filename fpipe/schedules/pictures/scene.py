@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contents of a picture: bars in lanes, their shades, and the figures beside them.
 
 ``Drawable`` is the interface of a timeline, simulated or measured; :func:`scenes` turns timelines into ``Scene``, plain

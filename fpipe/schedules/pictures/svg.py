@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A still picture as SVG text. It knows shapes (``page``), not timelines."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A timeline as text: lanes of labelled cells that fit the width, in colour or in plain ASCII.
 
 The width decides the labels: full names (``3F2``) if the picture stays small, then op and microbatch (``F2``), then, in

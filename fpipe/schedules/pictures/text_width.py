@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """About how wide a line of text is in a usual sans-serif typeface, to decide which labels fit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A timeline as a trace of events, the JSON that Perfetto and Chrome's tracing page open, and back again.
 
 Each timeline is a process there and each rank a thread; what an action waited for is an arrow, and what a rank holds
