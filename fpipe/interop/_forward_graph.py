@@ -9,21 +9,17 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import wraps
+from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx.node import map_aggregate
 from torch.fx.proxy import TraceError
 
 from ..errors import StageError
 
-#: Functions that make a tensor out of sizes: fx does not record a call of them with proxies by itself.
-_FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "zeros")
+#: Functions that make a tensor out of sizes: by itself fx does not record a call of them with proxies.
+_FACTORIES = (torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.zeros)
 _TRACE_ERRORS = (TraceError, TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError)
 _STRAIGHT = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr)
 
@@ -43,14 +39,16 @@ def forward_graph(module: nn.Module, cuts: Sequence[str], side: Sequence[str]) -
         )
     fixed = {p.name: p.default for p in inputs[1:] if p.default is not p.empty and p.name not in side}
     try:
-        with _recorded_factories():
-            graph = _Tracer(cuts).trace(module, concrete_args=fixed)
+        graph = _Tracer(cuts).trace(module, concrete_args=fixed)
     except _TRACE_ERRORS as error:
         raise StageError(
             f"the forward of {type(module).__name__} cannot be read as a chain of its submodules ({error}); keep what "
             "depends on values inside submodules, or write the stages as functions "
             "(fpipe.interop.huggingface.stages cuts transformers models)"
         ) from error
+    for node in graph.nodes:
+        if node.target in _FACTORIES:  # a graph's code finds functions of torch without torch.fx.wrap
+            node.meta.pop("is_wrapped", None)
     for node in [n for n in graph.nodes if n.op == "placeholder"]:
         if str(node.target).lstrip("*") in fixed or str(node.target).startswith("*"):
             _remove(graph, node)
@@ -70,7 +68,8 @@ class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
     def __init__(self, cuts: Sequence[str]):
-        super().__init__()
+        super().__init__(autowrap_functions=_FACTORIES)
+        self._autowrap_search.append(torch)  # where fx looks for them, beside the globals of the forward
         self.traced = {cut.rsplit(".", up)[0] for cut in cuts for up in range(1, cut.count(".") + 1)}
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -82,31 +81,6 @@ class _Tracer(fx.Tracer):
             frame = frame.f_back
         value = None if frame is None else _passing_value(frame)
         return super().to_bool(obj) if value is None else value
-
-
-@contextmanager
-def _recorded_factories() -> Iterator[None]:
-    """While a forward is recorded, ``torch.arange(x.shape[1])`` and its like become nodes."""
-    plain = {name: getattr(torch, name) for name in _FACTORIES}
-
-    def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            proxies: list[fx.Proxy] = []
-            map_aggregate((args, kwargs), lambda a: proxies.append(a) if isinstance(a, fx.Proxy) else None)
-            if proxies:
-                return proxies[0].tracer.create_proxy("call_function", function, args, kwargs)
-            return function(*args, **kwargs)
-
-        return call
-
-    try:
-        for name, function in plain.items():
-            setattr(torch, name, recorded(function))
-        yield
-    finally:
-        for name, function in plain.items():
-            setattr(torch, name, function)
 
 
 # ---- checks in a forward ---------------------------------------------------------------------------------------------
@@ -122,24 +96,22 @@ def _passing_value(frame: FrameType) -> bool | None:
     blocks = (getattr(node, name, None) for node in ast.walk(tree) for name in ("body", "orelse", "finalbody"))
     for block in (block for block in blocks if isinstance(block, list)):
         for index, statement in enumerate(block):
-            passes = _passing(statement, block[index + 1 :])
-            if passes is None or not isinstance(statement, (ast.If, ast.Assert)):
-                continue
             # Python 3.11 reports the span of the statement, later versions that of the test
-            tests = list(_tests(statement.test, passes))
-            values = {value for test, value in tests if span in (_span(test), _span(statement))}
+            conditions = _conditions(statement, block[index + 1 :])
+            values = {value for test, value in conditions if span in (_span(test), _span(statement))}
             if len(values) == 1:
                 return values.pop()
     return None
 
 
-def _passing(statement: ast.stmt, following: Sequence[ast.stmt]) -> bool | None:
-    """The value of a statement's test with which it does not raise; None if there is a way without for both values."""
+def _conditions(statement: ast.stmt, following: Sequence[ast.stmt]) -> Iterator[tuple[ast.expr, bool]]:
+    """The conditions of a statement that does nothing but raise for some, each with the value that does not raise."""
     if isinstance(statement, ast.Assert):
-        return True
-    if isinstance(statement, ast.If) and _raises(statement.body):
-        return False
-    return True if isinstance(statement, ast.If) and _raises(statement.orelse or following) else None
+        yield from _tests(statement.test, True)
+    elif isinstance(statement, ast.If) and _raises(statement.body):
+        yield from _tests(statement.test, False)
+    elif isinstance(statement, ast.If) and _raises(statement.orelse or following):
+        yield from _tests(statement.test, True)
 
 
 def _raises(block: Sequence[ast.stmt]) -> bool:

@@ -50,7 +50,7 @@ def from_fsdp(module: nn.Module, *, like: Callable[..., Any] = lambda p, x: x) -
 
     def stage(p: dict[str, Tensor], x: Any) -> Any:
         leaves, spec = tree.flatten(x)
-        specs: list[tree.Spec] = []
+        specs: list[tree.Structure] = []
         weights = (p[name] for name in runner.parameters)
         ys = cast(tuple[Tensor, ...], _Run.apply(runner, spec, specs, len(leaves), *leaves, *weights))
         return tree.unflatten(specs[0], ys)
@@ -94,7 +94,7 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, runner: _Runner, spec: tree.Spec, specs: list[tree.Spec], count: int, *flat: Any
+        ctx: Any, runner: _Runner, spec: tree.Structure, specs: list[tree.Structure], count: int, *flat: Any
     ) -> tuple[Tensor, ...]:
         """Run the module; the structure of its output is appended to ``specs``."""
         training = any(ctx.needs_input_grad)

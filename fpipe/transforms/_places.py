@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import TransformError
 from ..programs.functorch import wrapped
-from ..tree import NAMESPACE, Spec, Tree, is_floating, names, tree_map
+from ..tree import NAMESPACE, Structure, Tree, is_floating, names, tree_map
 from . import _foreach as F
 
 #: One value per leaf, in the order of the leaves.
@@ -36,7 +36,7 @@ class Places(NamedTuple):
     ([None, {'w': 5, 'frozen': None}], [None, {'w': 5, 'frozen': 9}])
     """
 
-    spec: Spec
+    spec: Structure
     where: list[int]
     leaves: Column
 
