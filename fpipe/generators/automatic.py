@@ -46,7 +46,7 @@ def make_zb_1p(ranks: int, microbatches: int, stages: int) -> Schedule:
 
 
 def make_zb_2p(ranks: int, microbatches: int, stages: int) -> Schedule:
-    """ZB-2p: twice that, and no idle time within a rank's span for enough microbatches.
+    """ZB-2p: twice that, and no idle time within a rank's span if there are enough microbatches.
 
     >>> make_zb_2p(4, 8, 4).simulate().span
     24.0
