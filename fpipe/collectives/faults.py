@@ -178,13 +178,13 @@ def _joined(parts: list[str], suspect: int, sure: bool) -> _Trail:
 
 def _state(last: Entry | None, gone: bool, silent: bool) -> str:
     if last is None:
-        return "is gone, and left no word" if gone else "has left no word yet"
+        return "is gone, and left no journal entry" if gone else "has no journal entry yet"
     if gone:
         what = "is gone"
     elif silent:
         what = "does not answer"
     else:
-        what = "waits for nobody" if last.peer is None else f"waits for rank {last.peer}"
+        what = "waits for no rank" if last.peer is None else f"waits for rank {last.peer}"
     return f"{what}, and its last known action was {last.note or '(none)'}, {last.ago}"
 
 

@@ -46,7 +46,7 @@ class Rendezvous:
         key = f"round/{number}/{rank}"
         with self._monitor.waiting(rank, "to meet"):
             if not self._appears(key, rank, self._monitor.timeout):
-                raise RuntimeError(f"timed out: rank {rank} has not come")
+                raise RuntimeError(f"timed out: rank {rank} has not called it")
             return pickle.loads(self._store.get(key))
 
     def _appears(self, key: str, rank: int | None, seconds: float) -> bool:
@@ -60,7 +60,7 @@ class Rendezvous:
             if rank is not None and now - checked > _POLL_FAILURES:
                 checked = now
                 if self._monitor.journal.failure(rank) is not None:
-                    raise RuntimeError(f"rank {rank} failed before it came")
+                    raise RuntimeError(f"rank {rank} failed before it called it")
             time.sleep(pause)
             pause = min(2 * pause, _POLL_LAST)
         return True

@@ -53,7 +53,7 @@ def _gloo() -> dict:
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("shared", ["1", "0"])
 def test_gloo_conforms(ranks: int, shared: str):
-    """With messages through shared memory, which is what processes of one host have, and through sockets."""
+    """With messages through shared memory, the default for processes of one host, and through sockets."""
     for rank, found in enumerate(launch(_gloo, ranks=ranks, timeout=100, env={SWITCH: shared})):
         assert found["at_once"] == (_native.AVAILABLE and shared == "1")
         assert found["names"] == [case.__name__ for case in CASES]
@@ -66,7 +66,7 @@ def test_gloo_conforms(ranks: int, shared: str):
 
 # ---- hostile backends -----------------------------------------------------------------------------------------------
 def _hostile() -> dict[str, tuple[object, object, object]]:
-    """profile -> (what came of the raw call, what came of the suite through fpipe, where the doctor was surprised)."""
+    """profile -> (result of the raw call, result of the suite through fpipe, findings that contradict the table)."""
     dist.init_process_group("gloo")
     faulty_backends.register()
     rank = dist.get_rank()
@@ -106,7 +106,7 @@ def test_hostile_backends_are_right_through_fpipe_and_wrong_without(hostilities,
 
 
 def test_raw_calls_are_right_on_gloo():
-    """Else the test above would blame a profile for a raw call that is wrong by itself."""
+    """Otherwise the test above could attribute a wrong raw call to a profile."""
     assert launch(_raw_on_gloo, ranks=2, timeout=60) == [[True] * len(faulty_backends.RAW)] * 2
 
 
@@ -134,21 +134,21 @@ def test_a_mesh_of_pipelines():
 def _over_ones_own() -> tuple:
     dist.init_process_group("gloo")
     group = init()
-    said = []
+    errors = []
     for arguments in ({"pp": 3}, {"dp": 3}, {"pp": 2, "dp": 2}):
         try:
             init(**arguments)
         except GroupError as error:
-            said.append(str(error))
-    return group.size, said
+            errors.append(str(error))
+    return group.size, errors
 
 
 def test_a_process_group_of_ones_own_is_used():
-    size, said = launch(_over_ones_own, ranks=2, timeout=60)[0]
+    size, errors = launch(_over_ones_own, ranks=2, timeout=60)[0]
     assert size == 2
-    assert said[0] == "pp=3 x dp=1 is not the 2 processes that were started; start 3, or leave pp out"
-    assert said[1].startswith("pp=(the rest) x dp=3 is not the 2")
-    assert said[2].startswith("pp=2 x dp=2 is not the 2")
+    assert errors[0] == "pp=3 x dp=1 is not the 2 processes that were started; start 3, or leave pp out"
+    assert errors[1].startswith("pp=(the rest) x dp=3 is not the 2")
+    assert errors[2].startswith("pp=2 x dp=2 is not the 2")
 
 
 def test_one_process_holds_all_ranks(monkeypatch: pytest.MonkeyPatch):
@@ -160,7 +160,7 @@ def test_one_process_holds_all_ranks(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"dp": 2}, "dp=2 needs 2 processes and there is one; start them with torchrun"),
         ({"pp": 0}, "pp=0; give a whole number"),
@@ -168,8 +168,8 @@ def test_one_process_holds_all_ranks(monkeypatch: pytest.MonkeyPatch):
         ({"timeout": 0}, "timeout=0; give the seconds"),
     ],
 )
-def test_init_says_what_is_wrong(arguments: dict, said: str):
-    with pytest.raises(GroupError, match=said):
+def test_init_says_what_is_wrong(arguments: dict, message: str):
+    with pytest.raises(GroupError, match=message):
         init(**arguments)
 
 
@@ -186,9 +186,9 @@ def test_processes_that_cannot_meet(monkeypatch: pytest.MonkeyPatch):
 def test_the_doctor_knows_gloo():
     reports = launch(visit, ranks=2, timeout=60)
     assert str(reports[0]) == str(reports[1])
-    told = str(reports[0])
-    assert "device    cpu (CPU)" in told
-    assert "mean of integers, int16 and wide unsigned, bools: refused with an error" in told
-    assert "NOT IN THE TABLE" not in told
+    text = str(reports[0])
+    assert "device    cpu (CPU)" in text
+    assert "mean of integers, int16 and wide unsigned, bools: refused with an error" in text
+    assert "NOT IN THE TABLE" not in text
     assert not any(finding.surprises(reports[0].can) for finding in reports[0].findings)
     assert command.name == "doctor"

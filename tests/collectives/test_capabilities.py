@@ -1,4 +1,4 @@
-"""The capability table as data, and the ways that are chosen from it. No process and no backend takes part."""
+"""The capability table as data, and the methods selected from it, without processes or backends."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def test_facts_speak_of_known_things_and_name_their_source(fact):
     assert bool(fact.dtypes) == (not set(fact.what.split()) & set(HABITS))
     assert fact.source
     assert fact.tried == ((fact.device, fact.backend) == ("cpu", "gloo")), "only gloo was run"
-    assert fact.status is not Status.WRONG or fact.note, "what goes wrong must be said"
+    assert fact.status is not Status.WRONG or fact.note, "a wrong result must have a note"
 
 
 def test_no_two_facts_of_one_backend_say_different_things():
-    said = {}
+    statuses: dict = {}
     for fact in TABLE:
         for what in fact.what.split():
             for kind in fact.dtypes.split() or [""]:
                 key = (fact.device, fact.backend, what, kind)
-                assert said.setdefault(key, fact.status) is fact.status, key
+                assert statuses.setdefault(key, fact.status) is fact.status, key
 
 
 def test_gloo_is_known_whole():
-    """The one backend that was tried leaves nothing unknown."""
+    """For the backend that was tested, nothing is unknown."""
     for kind, dtypes in DTYPES.items():
         for what in (*REDUCTIONS, *MOVES):
             assert GLOO.fact(what, dtypes[0]).status is not Status.UNKNOWN, (what, kind)
@@ -111,7 +111,7 @@ def test_no_way_asks_for_what_is_not_known_to_be_right(can: Capabilities, op: st
 
 
 @pytest.mark.parametrize(
-    ("op", "dtype", "said"),
+    ("op", "dtype", "message"),
     [
         ("mean", I64, "a mean of torch.int64 would be rounded or refused; convert"),
         ("mean", BOOL, "a mean of torch.bool"),
@@ -120,8 +120,8 @@ def test_no_way_asks_for_what_is_not_known_to_be_right(can: Capabilities, op: st
         ("sum", torch.uint64, "no wider dtype to reduce uint64"),
     ],
 )
-def test_what_has_no_answer(op: str, dtype: torch.dtype, said: str):
-    with pytest.raises(UnsupportedError, match=said):
+def test_what_has_no_answer(op: str, dtype: torch.dtype, message: str):
+    with pytest.raises(UnsupportedError, match=message):
         reduction(GLOO, op, dtype)
 
 

@@ -1,4 +1,4 @@
-"""Every schedule on real processes and in fake worlds gives, bit for bit, what the local group gives."""
+"""Every schedule on real processes and in fake worlds computes the same bits as on the local group."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_gloo_processes_give_the_bits_of_the_local_group(on_gloo, name: str, ran
 @pytest.mark.parametrize("order", ["buffered", "lockstep"])
 @pytest.mark.parametrize("name", NAMES)
 def test_fake_worlds_give_the_bits_of_the_local_group(name: str, order: str):
-    """Under any order of delivery, and where every send blocks. FPIPE_SEEDS=200 plays as many worlds."""
+    """Under any order of delivery, and where every send blocks. FPIPE_SEEDS=200 runs as many worlds."""
     for seed in range(SEEDS):
         whole: dict[Any, str] = {}
         for part in run(lambda group: training_steps.steps(group, name, PLANS[:2]), 4, order=order, seed=seed):
@@ -58,7 +58,7 @@ def test_fake_worlds_give_the_bits_of_the_local_group(name: str, order: str):
 
 @pytest.fixture(scope="module", params=[2, 4])
 def under_torchrun(request) -> tuple[int, dict[str, str]]:
-    """The same table through sockets, which is what processes of several hosts have."""
+    """The same table through sockets, as between processes of several hosts."""
     script, ranks = Path(training_steps.__file__), request.param
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(script)]
     paths = os.pathsep.join([str(script.parent), str(script.parent.parent)])

@@ -1,4 +1,4 @@
-"""Ranks that are killed, stopped or raise, on real processes: every survivor is told in time, and told the truth."""
+"""Ranks that are killed, stopped or raise, on real processes: every survivor raises in time and names the cause."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPECS = (Spec.of(MESSAGE[0]),)
 
 
 def _ring(folder: str, how: str) -> None:
-    """A message goes round and round until rank 2 meets its fate; survivors write what they were told, and when."""
+    """A message circulates until rank 2 fails; each survivor writes its error and the time that it waited."""
     group = init(timeout=60)  # to start may take long where there are few cores
     assert isinstance(group, C10dGroup)
     group.barrier()
@@ -47,10 +47,10 @@ def _ring(folder: str, how: str) -> None:
             begin = time.monotonic()
             time.sleep(0.005)
     except GroupError as error:
-        told = f"{time.monotonic() - begin} {type(error).__name__} {error}"
-        Path(folder, f"told{rank}").write_text(told)
+        text = f"{time.monotonic() - begin} {type(error).__name__} {error}"
+        Path(folder, f"error{rank}").write_text(text)
         _again(group)
-        if how == "stop" and len(list(Path(folder).glob("told*"))) == RANKS - 1:
+        if how == "stop" and len(list(Path(folder).glob("error*"))) == RANKS - 1:
             with suppress(ProcessLookupError):  # two may be last
                 os.kill(int(Path(folder, f"pid{VICTIM}").read_text()), signal.SIGKILL)
     except ValueError as error:
@@ -65,7 +65,7 @@ def _meet(how: str) -> None:
 
 
 def _again(group: C10dGroup) -> None:
-    """A group that failed says so at once, whatever is asked of it."""
+    """A group that failed raises at once on any call."""
     for call in (lambda: group.send(MESSAGE, group.rank, 0, SPECS), lambda: group.all_reduce(torch.ones(1))):
         if group.rank != 0:
             with pytest.raises(GroupError, match="failed before"):
@@ -85,21 +85,21 @@ def test_every_survivor_is_told(tmp_path: Path, how: str, raised: type[Exception
     with pytest.raises(raised, match=r"rank 2 ended by signal SIGKILL|boo"):
         launch(_ring, str(tmp_path), how, ranks=RANKS, timeout=40, env={SWITCH: shared})
     for rank in {0, 1, 3}:
-        path = tmp_path / f"told{rank}"
+        path = tmp_path / f"error{rank}"
         if not path.exists() and how == "raise":
             continue  # ended by the launcher before it could write: the cause is known
-        seconds, kind, told = path.read_text().split(" ", 2)
+        seconds, kind, text = path.read_text().split(" ", 2)
         assert float(seconds) < TIMEOUT + 5
         assert kind == "PeerError" if how != "stop" else kind in ("StalledError", "PeerError")
         before = (rank - 1) % RANKS
-        assert f"rank {rank} ({rank}F6" in told
-        assert f"for a message from rank {before}" in told
-        assert re.search(end, told), told
-        assert "Look at rank 2 first" in told
+        assert f"rank {rank} ({rank}F6" in text
+        assert f"for a message from rank {before}" in text
+        assert re.search(end, text), text
+        assert "Look at rank 2 first" in text
 
 
 def _mismatch() -> tuple[bool, list[float]]:
-    """After an error the processes make a new group and go on."""
+    """After an error the processes create a new group and continue."""
     group = init(timeout=20)
     assert isinstance(group, C10dGroup)
     rank, other = group.rank, 1 - group.rank
@@ -134,13 +134,13 @@ def _absent() -> str:
         group.barrier()
     except GroupError as error:
         return str(error)
-    return "not told"
+    return "no error"
 
 
 def test_who_has_not_come_is_named():
-    told = launch(_absent, ranks=2, timeout=60)[0]
-    assert "rank 0 waited 1." in told
-    assert "to meet rank 1, longer than timeout=1." in told
+    text = launch(_absent, ranks=2, timeout=60)[0]
+    assert "rank 0 waited 1." in text
+    assert "to meet rank 1, longer than timeout=1." in text
 
 
 # ---- launch ---------------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def test_launch_ends_what_is_late():
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: launch(_value, 1, ranks=0), "ranks=0; give a whole number"),
         (lambda: launch(lambda: 1, ranks=1), "cannot be sent to another process"),
@@ -176,6 +176,6 @@ def test_launch_ends_what_is_late():
         (lambda: launch(_value, 1, ranks=1, start="teleport"), "start='teleport'; this machine has"),
     ],
 )
-def test_launch_says_what_is_wrong(call, said: str):
-    with pytest.raises(LaunchError, match=said):
+def test_launch_says_what_is_wrong(call, message: str):
+    with pytest.raises(LaunchError, match=message):
         call()

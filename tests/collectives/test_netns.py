@@ -26,5 +26,5 @@ def test_two_hosts_give_the_bits_of_one_process():
         assert code == 0, err[-3000:]
     found = training_steps.steps(fpipe.local(4), "ZBVZeroBubble", [(4, 2), (6, 3)])
     digest = hashlib.sha256(repr(sorted(found.items(), key=str)).encode()).hexdigest()[:12]
-    told = [out for _, out, _ in nodes if out.strip()]
-    assert told == [f"ZBVZeroBubble {digest}\n"], "rank 0 tells, on whichever host it is"
+    outputs = [out for _, out, _ in nodes if out.strip()]
+    assert outputs == [f"ZBVZeroBubble {digest}\n"], "rank 0 prints, on whichever host it is"

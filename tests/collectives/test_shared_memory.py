@@ -1,4 +1,4 @@
-"""Messages through shared memory: every byte in order, whatever room there is, and who is gone is noticed at once."""
+"""Messages through shared memory: every byte in order, whatever the free space, and a peer that is gone is noticed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIZES = st.lists(st.lists(st.integers(0, 3000), min_size=1, max_size=3), min_siz
 
 
 @given(sizes=SIZES, draw=st.randoms(use_true_random=False))
-def test_every_message_arrives_in_order_whatever_room_there_is(sizes, draw):
+def test_every_message_arrives_in_order_whatever_the_free_space(sizes, draw):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("AREA", 4096), ("LARGE", 1024), ("NOTES", 8), ("_APPENDED", 4)):
             patch.setattr(lane, name, value)
@@ -66,8 +66,8 @@ def test_a_message_of_another_size_is_not_taken():
     assert not reader.read([torch.ones(128)], pieces((512,))[0])
 
 
-def test_counters_go_round():
-    """After four thousand million messages they start again."""
+def test_counters_wrap_around():
+    """After 2**32 messages they start at 0 again."""
     writer, reader = ends()
     writer.count = writer._freed = reader.count = 2**32 - 2
     writer.sent[0] = writer.taken[0] = 2**32 - 2
@@ -80,12 +80,12 @@ def test_counters_go_round():
         assert found.tolist() == [number] * 4
 
 
-def test_the_short_way_puts_what_the_long_way_puts():
+def test_the_prepared_sender_writes_what_write_writes():
     writer, reader = ends()
     x = torch.randn(3, 4)
     send = writer.sender(Spec.of(x), x.nbytes)
     assert send(x)
-    assert not send(x.T.contiguous().T), "other strides are laid out by the long way"
+    assert not send(x.T.contiguous().T), "other strides are laid out by write"
     assert not send(x.double())
     found = torch.zeros(3, 4)
     assert reader.read([found], pieces((48,))[0])
@@ -93,7 +93,7 @@ def test_the_short_way_puts_what_the_long_way_puts():
     assert writer.count == 1
 
 
-def test_who_sleeps_is_woken():
+def test_a_sleeping_reader_is_woken():
     writer, reader = ends()
     threading.Timer(0.2, lambda: writer.write([torch.ones(1)], pieces((4,)))).start()
     start = time.monotonic()
@@ -111,7 +111,7 @@ def _group() -> C10dGroup:
 
 
 def _large() -> list[bool]:
-    """Messages of more than all the room, both ways at once: nobody waits for the other to take them first."""
+    """Messages larger than the area, both ways at once: no rank waits until the other has received."""
     group = _group()
     lane.AREA, lane.LARGE = 1 << 20, 1 << 18
     rank, other = group.rank, 1 - group.rank
@@ -124,12 +124,12 @@ def _large() -> list[bool]:
     return found
 
 
-def test_messages_larger_than_the_room():
+def test_messages_larger_than_the_area():
     assert fpipe.launch(_large, ranks=2, timeout=60) == [[True] * 3] * 2
 
 
 def _out_of_turn() -> list[float]:
-    """Receives that are waited for in another order than they were asked for."""
+    """Receives that are waited for in another order than they were requested."""
     group = _group()
     spec = (Spec((1,), (1,), torch.float32),)
     if group.rank == 0:
@@ -159,15 +159,15 @@ def _other_size() -> str:
         return str(error)
     finally:
         group.barrier()
-    return "not told"
+    return "no error"
 
 
-def test_a_size_that_does_not_match_is_told():
+def test_a_size_that_does_not_match_raises():
     assert "sent a message of another size than the 256 bytes" in fpipe.launch(_other_size, ranks=2, timeout=60)[1]
 
 
 def _leaves() -> tuple[float, str]:
-    """Rank 0 sends once and is gone: what it sent still comes, and then who waits is told, long before the time-out."""
+    """Rank 0 sends once and exits: its message still arrives, and the next wait raises long before the time-out."""
     group = _group()
     if group.rank == 0:
         group.send((torch.ones(4),), 0, 1)
@@ -181,14 +181,14 @@ def _leaves() -> tuple[float, str]:
         group.recv(spec, 0, 1).wait()
     except GroupError as error:
         return time.monotonic() - start, str(error)
-    return time.monotonic() - start, "not told"
+    return time.monotonic() - start, "no error"
 
 
-def test_who_has_left_is_not_waited_for():
-    seconds, told = fpipe.launch(_leaves, ranks=2, timeout=60)[1]
+def test_a_rank_that_has_exited_is_not_waited_for():
+    seconds, text = fpipe.launch(_leaves, ranks=2, timeout=60)[1]
     assert seconds < 10
-    assert "for a message from rank 0" in told
-    assert "its process has ended" in told
+    assert "for a message from rank 0" in text
+    assert "its process has ended" in text
 
 
 def _hosts() -> tuple[bool, str]:
@@ -231,7 +231,7 @@ def _off() -> tuple[bool, str]:
     return _hosts()
 
 
-def test_where_there_is_no_such_memory_the_backend_carries():
+def test_without_memory_files_the_backend_sends():
     assert [at_once for at_once, _ in fpipe.launch(_without, ranks=2, timeout=60)] == [False, False]
 
 

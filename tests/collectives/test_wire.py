@@ -1,4 +1,4 @@
-"""Messages on a wire: what arrives is what was sent, values and strides, in as few buffers as can be."""
+"""The wire format: values and strides arrive as they were sent, in as few buffers as possible."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES = (
 
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
-    """Any dtype, permuted, sliced, expanded, offset, empty, of no axes."""
+    """Any dtype; permuted, sliced, expanded, with an offset, empty, or without axes."""
     shape = draw(st.lists(st.integers(0, 4), max_size=4))
     dtype = draw(st.sampled_from(DTYPES))
     count = int(torch.tensor(shape).prod()) if shape else 1
@@ -93,7 +93,7 @@ def test_a_large_tensor_is_not_copied():
 
 
 def test_planned_strides_win_over_real_ones():
-    """A tensor whose real strides are not those of the fake run would arrive scrambled."""
+    """Without a copy, a tensor whose strides differ from those of the fake run would arrive permuted."""
     x = torch.arange(6.0).view(2, 3)
     spec = Spec((2, 3), (1, 2), torch.float32)
     (buffer,) = wire_format((spec,)).pack((x,), 0, 1)
@@ -141,7 +141,7 @@ def test_local_refuses_what_does_not_fit():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"ranks": 0}, "0 ranks"),
         ({"ranks": -1}, "-1 ranks"),
@@ -153,8 +153,8 @@ def test_local_refuses_what_does_not_fit():
         ({"ranks": 2, "devices": ["cpu"]}, "2 ranks on 1 devices"),
     ],
 )
-def test_local_says_what_is_wrong(arguments: dict, said: str):
-    with pytest.raises(GroupError, match=said):
+def test_local_says_what_is_wrong(arguments: dict, message: str):
+    with pytest.raises(GroupError, match=message):
         local(**arguments)
     with pytest.raises(GroupError, match="rank 5 is not in a group of 2"):
         local(2).send((), 0, 5)

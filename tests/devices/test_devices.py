@@ -1,4 +1,4 @@
-"""Device records, and the rules by which a process finds its device (the accelerator is acted where there is none)."""
+"""Device records, and the rules that select the device of a process, with a fake accelerator where none exists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fpipe.plans.weaving import estimates
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch):
-    """Say that so many devices of a type are visible."""
+    """Pretend that so many devices of a type are visible."""
 
     def act(type: str, count: int) -> None:
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device(type))
@@ -39,7 +39,7 @@ def test_index_is_the_local_rank_where_several_are(gpus):
 
 
 def test_the_pace_is_that_of_the_device_asked_for(gpus):
-    """A build of torch for CUDA names an accelerator on a machine without one, too; programs there run on the CPU."""
+    """A CUDA build of torch reports an accelerator on a machine without one, too; programs there run on the CPU."""
     gpus("cuda", 0)
     assert 0 < estimates.pace("cpu") < float("inf")
 
@@ -50,10 +50,10 @@ def test_cpu_where_nothing_else_is(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("gpu", "'gpu' is not a device; name a type, as in cpu, cuda"), ("npu", "torch_npu")]
+    ("name", "message"), [("gpu", "'gpu' is not a device; name a type, as in cpu, cuda"), ("npu", "torch_npu")]
 )
-def test_devices_that_are_not_there(name: str, said: str):
-    with pytest.raises(GroupError, match=said):
+def test_devices_that_are_not_there(name: str, message: str):
+    with pytest.raises(GroupError, match=message):
         devices.pick(name)
 
 
@@ -92,7 +92,7 @@ def test_attention_of_devices_that_torch_does_not_know_here():
 
 
 def compilers(where: list[str]) -> list[str | None]:
-    """What stages are compiled with on these devices: one by its own word, one by its pipeline's."""
+    """How stages are compiled on these devices: one by its stage option, one by the option of its pipeline."""
     made = [fpipe.Stage(torch.matmul, compile="inductor"), torch.matmul]
     group = LocalGroup(tuple(map(torch.device, where)))  # as if they were here
     return [stage.compile for stage in fpipe.pipeline(made, group=group, compile="aot_eager").functions]
@@ -101,9 +101,11 @@ def compilers(where: list[str]) -> list[str | None]:
 def test_compilers_are_left_out_where_several_xpus_are_at_work(monkeypatch: pytest.MonkeyPatch):
     for where in (["xpu:0"] * 2, ["xpu:0", "cpu"], ["cuda:0", "cuda:1"]):  # no warning, which would be an error
         assert compilers(where) == ["inductor", "aot_eager"]
-    with pytest.warns(UserWarning, match="compile='inductor' is left out: where several devices of type 'xpu'") as told:
+    with pytest.warns(
+        UserWarning, match="compile='inductor' is left out: where several devices of type 'xpu'"
+    ) as warned:
         assert compilers(["xpu:0", "xpu:1"]) == [None, None]
-    assert told[0].filename == __file__
+    assert warned[0].filename == __file__
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.warns(UserWarning, match="'xpu' are at work"):  # the other one is another process's

@@ -1,4 +1,4 @@
-"""The fake world: deterministic, strict, and its faults end as they would between real processes, only sooner."""
+"""The fake world: deterministic, strict, and its faults raise the errors of real processes, only sooner."""
 
 from __future__ import annotations
 
@@ -97,21 +97,21 @@ def test_reset_drops_messages_that_were_not_received():
 
 
 # ---- the world ------------------------------------------------------------------------------------------------------
-def test_the_same_seed_plays_the_same_run():
+def test_the_same_seed_gives_the_same_run():
     def story(seed: int) -> list[str]:
-        told: list[str] = []
+        events: list[str] = []
 
         def play(group):
             for step in range(5):
-                told.append(f"{group.rank}:{step}")
+                events.append(f"{group.rank}:{step}")
                 group.barrier()
                 work = group.recv(ONE, (group.rank + 1) % 3, group.rank)
                 group.send((torch.zeros(2),), group.rank, (group.rank - 1) % 3)
-                told.append(f"{group.rank}:{work.done()}")
+                events.append(f"{group.rank}:{work.done()}")
                 work.wait()
 
         run(play, 3, seed=seed)
-        return told
+        return events
 
     assert story(5) == story(5)
     assert len({tuple(story(seed)) for seed in range(8)}) > 4
@@ -134,15 +134,15 @@ def test_an_error_names_the_fake_rank():
             raise ValueError("boo")
         group.barrier()
 
-    with pytest.raises(ValueError, match="boo") as told:
+    with pytest.raises(ValueError, match="boo") as raised:
         run(fail, 3)
-    assert "on fake rank 2 of 3" in told.value.__notes__[0]
+    assert "on fake rank 2 of 3" in raised.value.__notes__[0]
     ended = outcomes(fail, 3)
     assert isinstance(ended[0].error, PeerError)
     assert "rank 2 is gone. Nothing is known of rank 2; it raised ValueError: boo" in str(ended[0].error)
 
 
-def test_ranks_that_came_for_different_things_are_told():
+def test_ranks_that_call_different_collectives_raise():
     def disagree(group):
         return group.barrier() if group.rank else group.gather_objects(1)
 
@@ -150,7 +150,7 @@ def test_ranks_that_came_for_different_things_are_told():
         run(disagree, 2)
 
 
-def test_a_tensor_changed_on_its_way_is_found_out():
+def test_a_tensor_changed_before_it_arrived_is_detected():
     def hasty(group):
         if group.rank == 0:
             x = torch.zeros(2)
@@ -172,7 +172,7 @@ def test_a_tensor_changed_on_its_way_is_found_out():
     assert run(patient, 2)[1] == [0, 0]
 
 
-def test_a_send_that_is_let_go_too_early_is_found_out():
+def test_a_send_that_is_settled_too_early_is_detected():
     def early(group):
         if group.rank == 0:
             group.send((torch.zeros(2),), 0, 1)
@@ -199,7 +199,7 @@ def test_a_delay_that_is_short_changes_nothing():
     assert run(pair, 2, faults=[Delay(0, 1, 1, seconds=30)])[1] == run(pair, 2)[1] == 210
 
 
-def test_a_delay_that_is_long_is_told_without_waiting():
+def test_a_long_delay_raises_without_waiting():
     begin = time.monotonic()
     with pytest.raises(
         StalledError, match=r"rank 1 \(1F0\) waited for message 1 of rank 0, longer than timeout=60.*0F2"
@@ -214,7 +214,7 @@ def test_a_lost_message():
 
 
 @pytest.mark.parametrize("call", range(3))
-def test_a_killed_rank_is_missed(call: int):
+def test_a_killed_rank_is_noticed(call: int):
     ended = outcomes(pair, 2, faults=[Kill(0, before=call)])
     assert ended[0].killed
     assert isinstance(ended[1].error, PeerError)
@@ -228,10 +228,10 @@ def test_a_refused_operation():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"), [({"ranks": 0}, "ranks=0"), ({"ranks": 2, "order": "fifo"}, "order='fifo'")]
+    ("arguments", "message"), [({"ranks": 0}, "ranks=0"), ({"ranks": 2, "order": "fifo"}, "order='fifo'")]
 )
-def test_what_run_refuses(arguments: dict, said: str):
-    with pytest.raises(GroupError, match=said):
+def test_what_run_refuses(arguments: dict, message: str):
+    with pytest.raises(GroupError, match=message):
         run(pair, **arguments)
 
 
