@@ -95,7 +95,7 @@ def compilers(where: list[str]) -> list[str | None]:
     """How stages are compiled on these devices: one by its stage option, one by the option of its pipeline."""
     made = [fpipe.Stage(torch.matmul, compile="inductor"), torch.matmul]
     group = LocalGroup(tuple(map(torch.device, where)))  # as if they were here
-    return [stage.compile for stage in fpipe.pipeline(made, group=group, compile="aot_eager").functions]
+    return [stage.compile for stage in fpipe.pipeline(made, group=group, compile="aot_eager").config.functions]
 
 
 def test_compilers_are_left_out_where_several_xpus_are_at_work(monkeypatch: pytest.MonkeyPatch):
