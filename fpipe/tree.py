@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import optree
@@ -224,12 +224,12 @@ class AbstractTree:
         flags = [grads] * len(leaves) if isinstance(grads, bool) else grads
         return cls(spec, tuple(map(abstract, leaves, flags)))
 
-    @property
+    @cached_property
     def avals(self) -> dict[int, Aval]:
         """The abstract tensors by the index of the leaf."""
         return {i: leaf for i, leaf in enumerate(self.leaves) if isinstance(leaf, Aval)}
 
-    @property
+    @cached_property
     def wanted(self) -> tuple[int, ...]:
         """The indices of the leaves whose gradient is wanted."""
         return tuple(i for i, aval in self.avals.items() if aval.grad)

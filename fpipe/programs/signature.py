@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +54,7 @@ class Outputs:
     state: AbstractTree | None = None
     copies: bool = False  # whether its input must be copied first, since the function writes into it
 
-    @property
+    @cached_property
     def cotangents(self) -> dict[str, Aval]:
         """The results that carry a gradient, by the names of their cotangents."""
         names = {f"dy{j}": self.y.avals[j] for j in self.y.wanted}

@@ -63,7 +63,7 @@ class Programs:
         """The names of the outputs' cotangents; ``None`` where no gradient flows."""
         return tuple(name if (name := f"dy{j}") in self.outputs.cotangents else None for j in range(len(self.ys)))
 
-    @property
+    @cached_property
     def daux(self) -> Aval | None:
         """The cotangent of the auxiliary scalar, if it carries a gradient."""
         return self.outputs.cotangents.get("daux")
