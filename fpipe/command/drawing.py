@@ -100,7 +100,8 @@ def _timelines(path: Path, price: Costs) -> Sequence[pictures.Drawable]:
     timelines = [file for file in sorted(path.glob("*.json")) if pictures.is_timeline(file)]
     if not timelines:
         raise usage_error(f"{path} holds no timeline; save one there as .json")
-    return pictures.load(sorted(timelines, key=lambda file: "simulated" not in file.name))  # simulated ones first
+    timelines.sort(key=lambda file: "simulated" not in file.name)  # simulated ones first
+    return pictures.load(timelines)
 
 
 def _size(path: str | Path) -> str:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -113,7 +113,7 @@ def checked(schedule: Schedule) -> Schedule:
     return schedule.check(training=ops != {"F"})
 
 
-def check_suffix(path: str, suffixes: tuple[str, ...], option: str) -> None:
+def check_suffix(path: str, suffixes: Collection[str], option: str) -> None:
     """Raise unless the name of a file ends in one of ``suffixes``."""
     if Path(path).suffix.lower() not in suffixes:
         raise click.BadParameter(f"{path}: give a file that ends in {', '.join(suffixes)}", param_hint=option)
