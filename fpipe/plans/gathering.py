@@ -17,7 +17,7 @@ from .plan import LoweringInput, Step
 from .sharding import Share
 
 
-class Zero:
+class Gathering:
     """Emits the steps of one rank into ``out``; does nothing where there are no copies."""
 
     def __init__(self, job: LoweringInput, rank: int, out: list[Step], added: set[Key]):

@@ -43,7 +43,7 @@ class Channel:
         return self.fence if self.fence >= 0 else len(self.messages)
 
 
-class Traffic:
+class Messages:
     """Emits RECV, WAIT, SEND and SETTLE steps into ``out``, and knows in ``here`` which values the rank has."""
 
     def __init__(self, job: LoweringInput, rank: int, out: list[Step], here: set[Key]):

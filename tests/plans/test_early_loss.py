@@ -22,7 +22,7 @@ def _pipe(group: fpipe.Group) -> tuple[fpipe.Pipeline, list[torch.Tensor], torch
 
 
 def _on_two_processes() -> tuple[bool, dict[int, list[str]], torch.Tensor]:
-    group = fpipe.init(timeout=20)
+    group = fpipe.init(timeout=60)
     pipe, params, x = _pipe(group)
     (rank,) = group.here
     local = pipe.place(params)
@@ -33,7 +33,7 @@ def _on_two_processes() -> tuple[bool, dict[int, list[str]], torch.Tensor]:
 
 @pytest.mark.skipif(not AVAILABLE, reason="no shared memory here")
 def test_the_loss_is_sent_after_the_next_send():
-    found = fpipe.launch(_on_two_processes, ranks=2, timeout=60)
+    found = fpipe.launch(_on_two_processes, ranks=2, timeout=300)
     pipe, params, x = _pipe(fpipe.local(2))
     expected = fpipe.value_and_grad(pipe)(params, x)[0]
     kinds = {rank: kinds for _, by_rank, _ in found for rank, kinds in by_rank.items()}

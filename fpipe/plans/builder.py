@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Builder``: the steps of one rank while they are emitted; the one object of lowering that changes.
+
+It emits actions: what their programs read is received or zeroed, the programs run, values are sent as soon as they are
+computed, gradients are added. One path serves plain and fused actions: an action is a list of pieces, programs or
+segments of them, in the order in which they run. Knows keys and steps; no tensors, backends or names of schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from ..programs.program import Program
+from ..programs.stage_programs import Programs
+from ..schedules.actions import Action
+from ..tree import Aval, contiguous
+from .gathering import Gathering
+from .keys import BatchLeaf, Key, OutputCotangent, Source, State, Value, ZeroCotangent, grad, inputs
+from .messages import Messages
+from .plan import LoweringInput, ProgramSet, Step
+from .weaving.weave import Weave
+
+
+class _Reads(NamedTuple):
+    """What a program reads: the same for all microbatches of a kind, but for the number of the microbatch."""
+
+    program: Program
+    keys: tuple[tuple[Key, bool], ...]  # each with whether it belongs to all microbatches
+    needs: tuple[tuple[int, Aval | None], ...]  # places of values of other stages and, with their avals, of zeros
+
+
+#: A program, or a segment of one, that an action runs: which part of the action, that part, the programs that it
+#: belongs to, the stage (one past the part's for the loss) and the program.
+Piece: TypeAlias = tuple[int, Action, Programs, int, Program]
+
+
+class _Leaving(NamedTuple):
+    """Values that leave a rank together: after which fact of which stage, what must be computed first, and to whom."""
+
+    stage: int
+    fact: str
+    computed: tuple[Source, ...]
+    peers: frozenset[int]
+
+
+class Builder:
+    """The steps of one rank, and what is known of its values so far."""
+
+    def __init__(self, job: LoweringInput, rank: int):
+        self.job, self.rank = job, rank
+        self.here: set[Key] = set()
+        self.state: dict[int, list[Key]] = {}
+        self.added: set[Key] = set()
+        self.out: list[Step] = []
+        self._values: dict[tuple[int, int], tuple[Value, ...]] = {}
+        self._reads: dict[tuple[int, int, int], _Reads] = {}
+        self._added_by: dict[tuple[int, str], dict[int, str]] = {}
+        self._adding: dict[tuple[int, str, int], Program] = {}
+        self.weaves: dict[str, Weave] = {}  # by action
+        self.known_weaves: dict[Hashable, Weave] = {}
+        self._leaves: dict[tuple[int, str, int, int], Sequence[_Leaving]] = {}
+        self.has_collectives: dict[int, bool] = {}  # by the id of a program
+        self.messages = Messages(job, rank, self.out, self.here)
+        self.gathering = Gathering(job, rank, self.out, self.added)
+
+    # ---- names --------------------------------------------------------------------------------------------------
+    def key(self, programs: Programs, stage: int, mb: int, name: str) -> Key:
+        """The key of a value that a stage's programs call ``name``."""
+        role, leaf = inputs(programs).get(name, ("computed", 0))
+        if role == "param":
+            return self.gathering.key(stage, leaf)
+        if role == "grad":
+            return grad(stage, leaf)
+        if role == "state":
+            before = self.state.setdefault(stage, [(State(stage, i), None) for i in range(programs.counts[3])])
+            return before[leaf]
+        return (self.job.kind(mb).graph.source(programs, stage, name), mb)
+
+    # ---- actions ------------------------------------------------------------------------------------------------
+    def programs(self, part: Action) -> Iterator[tuple[Programs, Program, int]]:
+        """What a part of an action runs, in order: the loss's program after F of the last stage, or before its B."""
+        stage, op, mb = part
+        kind = self.job.kind(mb)
+        own, loss = kind.programs[stage], kind.loss if stage == self.job.stages - 1 else None
+        if loss is not None and op in "BI":
+            yield loss, loss.b, stage + 1
+        yield own, own.f if op == "F" else own.i if op == "I" else self.with_adds(own, op, stage), stage
+        if loss is not None and op == "F":
+            yield loss, loss.f, stage + 1
+
+    def act(self, part: Action) -> None:
+        """Emit an action whose programs run one after the other."""
+        self.emit((part,), [(0, part, own, stage, program) for own, program, stage in self.programs(part)])
+
+    def emit(self, parts: Sequence[Action], pieces: Sequence[Piece]) -> None:
+        """Emit the pieces of an action's parts in this order, what is sent after each, and the end of each part."""
+        sends = [(part, leaving) for part in parts for leaving in self._leaving(part)]
+        left = [0] * len(parts)
+        for piece in pieces:
+            left[piece[0]] += 1
+        empty = [part for part, count in zip(parts, left, strict=True) if not count]
+        if sends and not sends[0][1].computed and parts[0].op != "F":  # cotangents that the caller passes are there
+            sends = self._send(sends)
+        for place, (line, part, own, stage, program) in enumerate(pieces, 1):
+            self.run(part, own, program, stage)
+            if sends:
+                sends = self._send(sends, place == len(pieces))
+            left[line] -= 1
+            if not left[line]:
+                self.end(part)
+        if sends:
+            self._send(sends, True)
+        for part in empty:
+            self.end(part)
+
+    def _leaving(self, part: Action) -> Sequence[_Leaving]:
+        stage, op, mb = part
+        if op == "W":
+            return ()
+        memo = (stage, op, self.job.kind_of[mb], self.job.schedule.placement.path_index(mb))
+        known = self._leaves.get(memo)
+        if known is None:
+            fact = "F" if op == "F" else "I"
+            stages = (stage,) if op == "F" or stage < self.job.stages - 1 else (stage + 1, stage)
+            going = [(of, self.messages.outgoing(of, fact, mb)) for of in stages]
+            known = self._leaves[memo] = [
+                _Leaving(
+                    of,
+                    fact,
+                    tuple(
+                        out.source
+                        for _, outs in peers
+                        for out in outs
+                        if not isinstance(out.source, (BatchLeaf, OutputCotangent))
+                    ),
+                    frozenset(rank for rank, _ in peers),
+                )
+                for of, peers in going
+                if peers
+            ]
+        return known
+
+    def _send(self, sends: list[tuple[Action, _Leaving]], every: bool = False) -> list[tuple[Action, _Leaving]]:
+        """Send what is computed, or everything; returns the rest. Sends to one rank keep their order."""
+        rest: list[tuple[Action, _Leaving]] = []
+        blocked: set[int] = set()
+        for part, leaving in sends:
+            mb = part.microbatch
+            there = every or all((source, mb) in self.here for source in leaving.computed)
+            if there and blocked.isdisjoint(leaving.peers):
+                self.messages.send(part, leaving.stage, leaving.fact)
+            else:
+                rest.append((part, leaving))
+                blocked |= leaving.peers
+        return rest
+
+    def end(self, action: Action) -> None:
+        """What follows an action's programs: the next state, results received for the caller, gradients added."""
+        stage, op, mb = action
+        kinds = self.job.kind(mb)
+        own = kinds.programs[stage]
+        if op == "F":
+            if own.new_state:
+                self.state[stage] = [self.key(own, stage, mb, n) for n in own.new_state]
+            if stage == self.job.stages - 1 and kinds.loss is None:
+                outputs = outputs_of(kinds, mb)
+                for key in outputs:
+                    self.messages.fetch(key)
+                if self.job.each:
+                    self.out.append(Step("EACH", action, outputs))
+        elif op != "W" and stage == 0 and self.job.wants_dx:
+            for key in input_gradients_of(kinds, mb):
+                self.messages.fetch(key)
+        if op in "BW":
+            self._add(action, own, op)
+
+    def have(self, action: Action, own: Programs, program: Program, stage: int) -> tuple[Key, ...]:
+        """The keys that a program reads; emits the waits and zeros that they need."""
+        mb = action.microbatch
+        _, keys, needs = self._pattern(own, program, stage, mb)
+        reads = tuple([key if fixed else (key[0], mb) for key, fixed in keys])
+        for place, zero in needs:
+            key = reads[place]
+            if zero is None:
+                self.messages.fetch(key)
+            else:
+                self._zero(action, key, zero)
+        return reads
+
+    def _zero(self, action: Action, key: Key, aval: Aval) -> None:
+        """Zeros for a cotangent that nothing computes."""
+        if key not in self.here:
+            self.out.append(Step("ZERO", action, writes=(key,), avals=(aval,)))
+            self.here.add(key)
+
+    def _pattern(self, own: Programs, program: Program, stage: int, mb: int) -> _Reads:
+        """The reads of a program for a kind of microbatch: cached, unless the stage has state, whose keys change."""
+        memo = (id(program), stage, self.job.kind_of[mb])
+        found = self._reads.get(memo)
+        if found is None or own.counts[3]:
+            keys = [self.key(own, stage, mb, name) for name in program.inputs]
+            needs: list[tuple[int, Aval | None]] = []
+            for place, (source, _) in enumerate(keys):
+                if isinstance(source, ZeroCotangent):
+                    needs.append((place, own.y_avals[source.leaf]))
+                elif isinstance(source, BatchLeaf) or (isinstance(source, Value) and source.stage != stage):
+                    needs.append((place, None))
+            found = self._reads[memo] = _Reads(program, tuple((key, key[1] != mb) for key in keys), tuple(needs))
+        return found
+
+    def run(self, action: Action, own: Programs, program: Program, stage: int) -> None:
+        """Run a program on what it reads."""
+        mb = action.microbatch
+        reads = self.have(action, own, program, stage)
+        if program.nodes or program.outputs or own.eager:
+            writes = self.writes(program, stage, mb)
+            self.here.update(writes)
+            self.out.append(Step(program.name, action, reads, writes, program, own))  # type: ignore[arg-type]
+
+    def writes(self, program: Program, stage: int, mb: int) -> tuple[Key, ...]:
+        """The keys of what a program computes."""
+        values = self._values.get((id(program), stage))
+        if values is None:
+            values = self._values[id(program), stage] = tuple(Value(stage, name) for name in program.outputs)
+        return tuple([(value, mb) for value in values])
+
+    def _added_in(self, own: Programs, letter: str) -> dict[int, str]:
+        """The parameter gradients that a program computes, by leaf."""
+        names = self._added_by.get((id(own), letter))
+        if names is None:
+            names = self._added_by[id(own), letter] = own.added_by(letter)
+        return names
+
+    def with_adds(self, own: Programs, letter: str, stage: int) -> Program:
+        """The program that adds into gradients itself, once all of them exist; until then the one that returns them."""
+        found = self._adding.get((id(own), letter, stage))
+        if found is None:
+            made = self._added_in(own, letter)
+            if not made or not all(grad(stage, index) in self.added for index in made):
+                return own.b if letter == "B" else own.w
+            found = self._adding[id(own), letter, stage] = own.adding(letter)
+        return found
+
+    def _add(self, action: Action, own: Programs, op: str) -> None:
+        """Add the gradients that the action's program returned."""
+        stage, mb = action.stage, action.microbatch
+        into, values, how, sums = [], [], [], []
+        done = self._added_in(own, op) if (id(own), op, stage) in self._adding else {}
+        for index, name in enumerate(own.dps):
+            if name is None or index in done:
+                continue
+            target = grad(stage, index)
+            into.append(target)
+            values.append(self.key(own, stage, mb, name))
+            sums += [_sum_of(own.dp_avals[name], self.job.wide)] if name in own.dp_avals else []
+            source = values[-1][0]
+            zero = own.y_avals[source.leaf] if isinstance(source, ZeroCotangent) else None
+            if zero is None:
+                self.messages.fetch(values[-1])
+            else:  # a cotangent, of an output that nothing uses, that is a parameter's gradient
+                self._zero(action, values[-1], zero)
+            if target in self.added:
+                how.append("add")
+            else:
+                how.append("take" if name in own.fresh and self.job.wide is None else "copy")
+            self.added.add(target)
+        if into:
+            avals = tuple(sums) if len(sums) == len(into) else ()
+            self.out.append(Step("ADD", action, tuple(values), tuple(into), avals=avals, how=tuple(how)))
+
+
+def outputs_of(kind: ProgramSet, mb: int) -> tuple[Key, ...]:
+    """The keys of a microbatch's outputs."""
+    return tuple([(source, mb) for source in kind.graph.outputs()])
+
+
+def input_gradients_of(kind: ProgramSet, mb: int) -> tuple[Key, ...]:
+    """The keys of a microbatch's gradients of x that are not zero."""
+    return tuple([(source, mb) for source in kind.graph.input_gradients()])
+
+
+def _sum_of(aval: Aval, wide: torch.dtype | None) -> Aval:
+    """What gradients of an aval are added up in."""
+    dtype = wide if wide is not None and aval.dtype.is_floating_point else aval.dtype
+    return aval._replace(stride=contiguous(aval.shape), dtype=dtype)
