@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``fpipe.debug``: look at every result of every program, and at what a run leaves behind.
 
-Where a NaN turns up, the program that made it is gone through once more, operation by operation, to say which one it
-was. This module knows programs, instructions and registers; it changes nothing that a run computes.
+The program that computed a NaN is run once more, operation by operation, to name the operation. Knows programs,
+instructions and registers; it changes no result of a run.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class _Flag:
 
 
 class debug:  # noqa: N801  (a function in all but name, as torch.no_grad is)
-    """Check every result for NaN and infinity, and every run for what it forgot to free. Slow; off by default.
+    """Check every result for NaN and infinity, and every run for values that it did not free. Slow; off by default.
 
     ``with debug():`` for a while, or ``debug()`` from here on, or ``debug(False)`` to stop. The error names the first
-    action whose result went wrong, the operation in it, and whether it was handed the NaN.
+    action whose result is wrong, the operation in it, and whether the NaN was in its inputs.
 
     >>> from fpipe import grad, local, pipeline
     >>> pipe = pipeline([lambda p, x: (x * p).log()] * 2, loss=lambda y: y.sum(), microbatches=1, group=local(2))
@@ -62,8 +62,8 @@ def debugging() -> bool:
 def check(ins: Instruction, box: Sequence[Any], out: Sequence[Any], random: torch.Tensor | None) -> None:
     """Raise ActionError where a program's results, or the gradients that it added to, hold NaN or infinity.
 
-    ``box`` is what the program was given, ``random`` the state of the random stream before it. An infinity that F
-    saves or gives may be meant, as in a mask; in a loss or a gradient it is not.
+    ``box`` are the inputs of the program, ``random`` the state of the random stream before it. An infinity that F
+    saves or returns may be intended, as in a mask; in a loss or a gradient it is an error.
     """
     program = ins.program
     assert program is not None and ins.action is not None
@@ -100,7 +100,7 @@ def _floating(value: Any) -> bool:
 
 # ---- which operation it was -----------------------------------------------------------------------------------------
 def _origin(program: Program, box: Sequence[Any], name: str, random: torch.Tensor | None) -> str:
-    """Where in a program a value went wrong: what it was handed, or its first bad operation."""
+    """Why a value is wrong: the inputs of the program, or its first operation with a wrong result."""
     pairs = [(n, value) for n, value in zip(program.inputs, box, strict=True) if not _gradient(n)]
     given = [n for n, value in pairs if _nan(value) or _infinity(value)]
     if given:
@@ -124,7 +124,7 @@ def _origin(program: Program, box: Sequence[Any], name: str, random: torch.Tenso
 
 
 def _values(program: Program, box: Sequence[Any]) -> Iterator[tuple[fx.Node, list[Any], Any]]:
-    """Run a program once more, and give each operation with what it was given and its value."""
+    """Run a program once more, and yield each operation with its inputs and its value."""
     env = dict(program.constants) | dict(zip(program.inputs, box, strict=True))
     with torch.no_grad():
         for node in program.nodes:
@@ -145,15 +145,15 @@ def _range(value: Any) -> str:
 
 
 def _meaning(name: str) -> str:
-    """What a stage's own name for an input means to its user."""
+    """A program's name for an input in words."""
     letter, digits = name.rstrip("0123456789"), name[len(name.rstrip("0123456789")) :]
     words = {"p": "parameter leaf", "x": "input leaf", "k": "side input leaf", "t": "state leaf", "dy": "cotangent"}
     return f"{words[letter]} {digits}" if letter in words and digits else f"the saved value {name!r}"
 
 
-# ---- what is left behind --------------------------------------------------------------------------------------------
+# ---- what is not freed --------------------------------------------------------------------------------------------
 def check_leaks(plan: Plan, r: Registers) -> None:
-    """Raise where, after a whole run, a slot holds what is neither fed nor a result, or a receive was never awaited."""
+    """Raise where, after a whole run, a slot holds neither a fed value nor a result, or a receive was never awaited."""
     known = {*plan.feeds.values(), *plan.results.values()}
     left = [slot for slot in range(plan.slots) if r.slots[slot] is not None and slot not in known]
     receives = [*r.receives, *r.collectives, *r.streams]

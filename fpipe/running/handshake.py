@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks compare what they are about to run before the first message is sent.
 
-Each says what it runs in a few named facts; where two disagree, all of them raise the same error that names the fact,
-the ranks and both values. A rank that failed while it prepared says so, and the others raise at once instead of waiting
-for it. Knows groups, and facts as text alone.
+Each sends a few named facts; where two ranks differ, all raise the same error, which names the fact, the ranks and both
+values. A rank that fails while it prepares reports it, and the others raise at once instead of waiting for it. Knows
+groups, and facts only as text.
 """
 
 from __future__ import annotations
@@ -27,26 +27,25 @@ _REMEDIES = {
 
 
 def alone(group: Group) -> bool:
-    """Whether all ranks live here, so that there is nobody to disagree with."""
+    """Whether all ranks are in this process, so that no two can disagree."""
     return len(group.here) == group.size
 
 
 def tag_of(facts: Mapping[str, str | None]) -> int:
-    """A number for what ranks agreed on, to tell in later steps that they still run the same."""
+    """A number that identifies what ranks agreed on: later steps compare it."""
     return int.from_bytes(hashlib.sha256(repr(sorted(facts.items())).encode()).digest()[:7], "little")
 
 
 def agree(group: Group, facts: Mapping[str, str | None], details: Callable[[str], str] = lambda fact: "") -> None:
-    """Raise MismatchError on every rank where ranks say different things; ``None`` says nothing.
+    """Raise MismatchError on every rank where facts differ between ranks; ``None`` is not compared.
 
-    ``details`` gives a long form of a fact, asked for only where it differs.
+    ``details`` returns a long form of a fact; it is called only where the fact differs.
     """
     if alone(group):
         return
-    told = group.gather_objects(dict(facts))
+    by_rank = group.gather_objects(dict(facts))
     for fact in facts:
-        said = [(rank, other.get(fact)) for rank, other in enumerate(told)]
-        known = [(rank, text) for rank, text in said if text is not None]
+        known = [(rank, text) for rank, theirs in enumerate(by_rank) if (text := theirs.get(fact)) is not None]
         odd = next(((rank, text) for rank, text in known if text != known[0][1]), None)
         if odd is None:
             continue
@@ -71,20 +70,20 @@ def _difference(texts: list[str], one: int, other: int) -> str:
 
 
 def together(group: Group, work: Callable[[], T]) -> list[T]:
-    """Do something on every rank and tell each other the results; one rank's failure is raised on all."""
+    """Do something on every rank and gather the results; one rank's failure is raised on all."""
     if alone(group):
         return [work()]
-    mine: tuple[str, Any]
+    report: tuple[str, Any]
     failure: Exception | None = None
     try:
-        mine = ("made", work())
-    except Exception as error:  # told to the others first, then raised here as it was
-        failure, mine = error, ("failed", f"{type(error).__name__}: {error}")
-    told = group.gather_objects(mine)
+        report = ("done", work())
+    except Exception as error:  # reported to the others first, then raised here unchanged
+        failure, report = error, ("failed", f"{type(error).__name__}: {error}")
+    reports = group.gather_objects(report)
     if failure is not None:
         raise failure
-    for rank, (what, value) in enumerate(told):
+    for rank, (what, value) in enumerate(reports):
         if what == "failed":
             kind = MismatchError if value.startswith(("StageError", "MismatchError", "TraceError")) else PeerError
             raise kind(f"rank {rank} could not prepare this step, so nothing was sent. It said: {value}")
-    return [value for _, value in told]
+    return [value for _, value in reports]

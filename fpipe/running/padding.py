@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``pad``: sequences of a list of microbatches to one length, or to multiples of one, and outputs back again.
 
-Tensors have rows first and the sequence on ``axis``. What a pad holds depends on what a leaf means (token, mask, label,
-position), which its name tells. This module knows names and lengths, and nothing of models or ranks.
+The first axis of tensors are rows, the sequence is on ``axis``. The value of a pad depends on the meaning of a leaf
+(token, mask, label, position), which its name indicates. Knows names and lengths; no models and no ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class Unpad:
-    """Takes pads off again. ``lengths`` are the microbatches' own, ``padded`` what they became."""
+    """Removes pads. ``lengths`` are those of the microbatches before padding, ``padded`` those after it."""
 
     lengths: tuple[int, ...]
     padded: tuple[int, ...]
@@ -86,10 +86,11 @@ def pad(
     fills |= {name: fill for name, fill in FILLS.items() if name not in fills}
     _check_fills(fills)
     lengths = [_length(part, axis, index, length) for index, part in enumerate(parts)]
-    rounded = [-(-own // multiple) * multiple for own in lengths]
+    rounded = [-(-n // multiple) * multiple for n in lengths]
     padded = [max(rounded)] * len(parts) if uniform else rounded
-    made = [_pad_part(part, own, to - own, fills, axis) for part, own, to in zip(parts, lengths, padded, strict=True)]
-    return Microbatches(made), Unpad(tuple(lengths), tuple(padded), axis)
+    sizes = zip(parts, lengths, padded, strict=True)
+    results = [_pad_part(part, before, after - before, fills, axis) for part, before, after in sizes]
+    return Microbatches(results), Unpad(tuple(lengths), tuple(padded), axis)
 
 
 def _check_fills(fills: Mapping[str, Fill]) -> None:
@@ -99,28 +100,28 @@ def _check_fills(fills: Mapping[str, Fill]) -> None:
 
 
 def _length(part: Any, axis: int, index: int, like: str | None) -> int:
-    """How long a microbatch is: told by the leaf called ``like``, or by all that may be sequences."""
+    """The length of a microbatch: that of the leaf called ``like``, or of all leaves that may be sequences."""
     named = zip(tree.names(part), tree.leaves(part), strict=True)
-    found = {name: leaf for name, leaf in named if isinstance(leaf, torch.Tensor) and leaf.dim() > axis}
+    sequences = {name: leaf for name, leaf in named if isinstance(leaf, torch.Tensor) and leaf.dim() > axis}
     if like is not None:
-        found = {name: leaf for name, leaf in found.items() if _called(name, like)}
-    if not found:
+        sequences = {name: leaf for name, leaf in sequences.items() if _called(name, like)}
+    if not sequences:
         called = "" if like is None else f" called {like!r}"
         raise BatchError(
             f"microbatch {index} has no tensor{called} with an axis {axis}, so it has no sequence to pad; say axis="
             f"{'' if like is None else ' or length='}, or leave it out"
         )
     flat = {
-        name: leaf for name, leaf in found.items() if leaf.dim() <= axis + 2
-    } or found  # no images, no masks by head
+        name: leaf for name, leaf in sequences.items() if leaf.dim() <= axis + 2
+    } or sequences  # no images, no masks by head
     whole = [leaf for leaf in flat.values() if leaf.dim() == axis + 1 and leaf.dtype in _WHOLE]
     for leaves in (list(flat.values()), whole):
         if len({leaf.shape[axis] for leaf in leaves}) == 1:
             return leaves[0].shape[axis]
-    told = ", ".join(f"{name!r} of {leaf.shape[axis]}" for name, leaf in flat.items())
+    lengths = ", ".join(f"{name!r} of {leaf.shape[axis]}" for name, leaf in flat.items())
     raise BatchError(
-        f"microbatch {index} has tensors of several lengths on axis {axis}: {told}; name one that has the sequence's, "
-        "as in length='input_ids'"
+        f"microbatch {index} has tensors of several lengths on axis {axis}: {lengths}; name one that has the length of "
+        "the sequence, as in length='input_ids'"
     )
 
 

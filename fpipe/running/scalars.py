@@ -21,7 +21,7 @@ _ROUNDED: dict[torch.dtype, Callable[[float], float]] = {
 
 
 def added(values: Sequence[torch.Tensor], weight: float | None = None) -> torch.Tensor:
-    """One after another, each times the weight: so one process that runs the microbatches in turn adds them.
+    """Their sum, in order, each times the weight: as one process that runs the microbatches in turn adds them.
 
     >>> added([torch.tensor(1.0), torch.tensor(2.0)], 0.5)
     tensor(1.5000)
@@ -64,8 +64,8 @@ def packed(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def unpacked(row: torch.Tensor, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
     """The scalars of a row, on the CPU."""
-    told, at, made = bytearray(row.tolist()), 0, []
+    content, at, scalars = bytearray(row.tolist()), 0, []
     for dtype in dtypes:
-        made.append(torch.frombuffer(told, dtype=dtype, count=1, offset=at).reshape(()))
+        scalars.append(torch.frombuffer(content, dtype=dtype, count=1, offset=at).reshape(()))
         at += dtype.itemsize
-    return made
+    return scalars

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clocks: of this process and of a device, and by how much those of two processes differ.
 
-The difference is found as a watch is set by post: rank 0 asks, the other says its time, and the truth lies between the
-question and the answer. Knows groups and devices; no plan.
+To measure a difference, rank 0 asks another rank for its time: that time lies between question and answer. Knows groups
+and devices; no plan.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BYTES = (Spec((8,), (1,), torch.uint8),)  # a float of 64 bits, which not every
 
 
 class Clock:
-    """Marks times; ``seconds`` says when they were, by this process's clock.
+    """Marks times; ``seconds`` converts them to this process's clock.
 
     On a device that runs behind its host, a mark is an event in the stream of its work.
 
@@ -46,7 +46,7 @@ class Clock:
         return event
 
     def seconds(self, marks: list[Any]) -> list[float]:
-        """When marks were made."""
+        """The times of marks."""
         if self._zero is None:
             return list(marks)
         torch.accelerator.synchronize(self._device)
@@ -55,22 +55,22 @@ class Clock:
 
 
 def differences(group: Group) -> list[float]:
-    """By how many seconds each rank's clock is ahead of rank 0's; every process must call it, and rank 0 knows.
+    """By how many seconds each rank's clock is ahead of rank 0's; every process must call it, rank 0 has the result.
 
-    Where a difference of nothing agrees with what was seen, as on one machine, nothing it is.
+    A difference that is smaller than its uncertainty, as on one machine, is 0.
     """
     if len(group.here) == group.size:
         return [0.0] * group.size
     mine = group.here[0]
     group.barrier()
-    found = [0.0] * group.size
+    ahead = [0.0] * group.size
     for rank in range(1, group.size):
         if mine == 0:
-            found[rank] = _ask(group, rank)
+            ahead[rank] = _ask(group, rank)
         elif mine == rank:
             _answer(group, rank)
     group.flush()
-    return found
+    return ahead
 
 
 def _ask(group: Group, rank: int) -> float:

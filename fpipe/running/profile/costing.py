@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From what was recorded to a ``Timeline``, and to the ``Costs`` by which a simulation comes out like it.
 
-An action lasts from the start of its first program to the end of the last; a message costs its sender the time in which
-it is handed over, its receiver the time in which it is taken in, and in between it travels. Means throughout, since it
-is means that add up along a step: medians foretell too little wherever times have a tail. Knows what instructions are
-called, and no tensors.
+An action lasts from the start of its first program to the end of the last. A message costs its sender the time of the
+send, its receiver the time of the receive; the time between them is its latency. All figures are means, since means add
+up along a step: medians predict too little wherever times have a tail. Knows the names of instructions; no tensors.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ class Message(NamedTuple):
     dst: int
     boundary: int
     nbytes: int
-    sending: float  # from here
-    sent: float  # to here the sender was busy with it
-    asked: float  # the receiver came to where it needs it
+    sending: float  # the send began
+    sent: float  # and ended
+    asked: float  # the receiver began to wait
     had: float  # and went on
 
 
@@ -49,8 +48,8 @@ def spans(runs: Iterable[Run]) -> Iterator[tuple[int, AnyAction, float, float]]:
 
 
 def _idle(run: Run, times: Mapping[Action, tuple[float, float]]) -> Iterator[tuple[Action, tuple[float, float]]]:
-    """Actions for which there was nothing to do, such as the gradient of an input that nobody wants: they took no time
-    after the action before them."""
+    """Actions that need no instruction, such as an unused gradient of an input: they take no time after the action
+    before them."""
     last = max((place for place, action in enumerate(run.actions) if action in times), default=-1)
     clock = run.did[0].start if run.did else 0.0
     for action in run.actions[: last + 1]:
@@ -75,7 +74,7 @@ def _apart(times: Mapping[Action, tuple[float, float]]) -> Iterator[tuple[AnyAct
 
 
 def messages(runs: Iterable[Run]) -> Iterator[Message]:
-    """The messages of actions that both sides have told of."""
+    """The messages of actions that both sides recorded."""
     runs = list(runs)
     waits = {
         (did.peer, run.rank, did.number): did
@@ -99,7 +98,7 @@ def timeline(runs: Iterable[Run], name: str = "measured") -> Timeline:
 def costs(
     steps: Sequence[Sequence[Run]], saved: Sequence[float] | None = None, kept: Sequence[float] | None = None
 ) -> Costs:
-    """What these steps, of all ranks, cost; ``saved`` and ``kept`` are bytes by stage, where they are known."""
+    """The costs of these steps, of all ranks; ``saved`` and ``kept`` are bytes by stage, where they are known."""
     lasted: dict[str, dict[int, list[float]]] = {op: {} for op in ("F", "B", "I", "W", "overlap")}
     for _, action, start, end in (span for runs in steps for span in spans(runs)):
         op = action.op if isinstance(action, Action) else "overlap"
@@ -127,8 +126,8 @@ def _all(found: Mapping[int, float], stages: int) -> tuple[float, ...]:
 
 
 def links(steps: Sequence[Sequence[Run]], stages: int) -> dict[str, tuple[float, ...]]:
-    """What messages cost over each boundary: ``comm`` on the way, ``send`` and ``receive`` to either side, ``boundary``
-    in bytes; nothing where no message passes."""
+    """The costs of messages over each boundary: ``comm`` for the latency, ``send`` and ``receive`` for either side,
+    ``boundary`` in bytes; 0 where no message passes."""
     by_boundary: dict[int, list[Message]] = {}
     for message in (m for runs in steps for m in messages(runs)):
         by_boundary.setdefault(message.boundary, []).append(message)
@@ -141,8 +140,8 @@ def links(steps: Sequence[Sequence[Run]], stages: int) -> dict[str, tuple[float,
 
 
 def _link(sent: Sequence[Message], handling: float) -> tuple[float, float, float, float]:
-    """(on the way, sending, receiving, bytes). The way and the taking in are one where the receiver stood waiting; what
-    the latter takes is seen where the message was there long before."""
+    """(latency, sending, receiving, bytes). Where the receiver waited, latency and receiving are measured together;
+    receiving alone is measured where the message arrived long before."""
     awaited = [m.had - m.sent for m in sent if m.asked < m.sending]
     both = fmean(awaited) if awaited else 0.0
     there = [m.had - m.asked for m in sent if m.asked > m.sent + 2 * both]
@@ -152,7 +151,7 @@ def _link(sent: Sequence[Message], handling: float) -> tuple[float, float, float
 
 
 def shares(run: Run) -> dict[str, float]:
-    """How a rank spent its time between its first instruction and its last, by what it did."""
+    """How a rank spent its time between its first instruction and its last, by kind of work."""
     words = {"WAIT": "waiting", "SEND": "sending", "RECV": "asking", "SETTLE": "asking"}
     found: dict[str, float] = {}
     for did in run.did:

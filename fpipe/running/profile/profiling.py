@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``fpipe.profile``: a step of a pipeline as it ran, over the same step as it is simulated; and what its parts cost.
 
-The measured timeline is drawn by what draws the simulated one. ``measure_costs`` makes the ``Costs`` by which any
-schedule over the same stages can be simulated. Knows pipelines and records; no backend.
+``measure_costs`` returns the ``Costs`` with which any schedule over the same stages can be simulated. Knows pipelines
+and recorded events; no backend.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .recording import Recorder, Run, gathered
 
 
 class Profile:
-    """A step that is clocked; made by ``fpipe.profile``. What follows is about the calls so far, on all ranks."""
+    """A step whose instructions are timed, returned by ``fpipe.profile``. Its figures are those of all calls so far."""
 
     def __init__(self, step: Callable[..., Any] | None = None, *, name: str = ""):
         self.step, self.name = step, name
@@ -39,7 +39,7 @@ class Profile:
 
     # ---- recording ----------------------------------------------------------------------------------------------
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the step, and gather when it ran."""
+        """Call the step, and gather the times of all ranks."""
         if self.step is None:
             raise FpipeError("this profile has no step to call; say fpipe.profile(step), or use it with `with`")
         with self:
@@ -56,11 +56,11 @@ class Profile:
     ) -> None:
         stack, recorder = self._open.pop()
         stack.close()
-        if error is None:  # else the others may not come to compare
+        if error is None:  # otherwise other ranks may not call this
             self.runs += gathered(recorder)
             self.__dict__.pop("costs", None)
 
-    # ---- what came of it ----------------------------------------------------------------------------------------
+    # ---- figures ----------------------------------------------------------------------------------------
     @property
     def timeline(self) -> Timeline:
         """The last step, measured, in seconds; of several plans in one step the one that took longest."""
@@ -77,21 +77,21 @@ class Profile:
 
     @cached_property
     def costs(self) -> Costs:
-        """What actions and messages cost, in seconds: means over all calls."""
+        """The costs of actions and messages in seconds: means over all calls."""
         return costs([runs for runs in self.runs if _actions(runs) == _actions(self._last)])
 
     @property
     def simulated(self) -> Timeline:
-        """The same rows, simulated by ``costs``."""
+        """The same rows, simulated with ``costs``."""
         return self.simulate(self.costs)
 
     def simulate(self, price: Costs) -> Timeline:
-        """The same rows, simulated by other costs."""
+        """The same rows, simulated with other costs."""
         real = self.timeline
         return simulate_rows(real.rows, real.placement, real.microbatches, price, name=self._called("simulated"))
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write a picture of both timelines, one over the other; ``.json`` has each instruction too, for Perfetto."""
+        """Write a picture of both timelines; ``.json`` contains each instruction too, for Perfetto."""
         pictures.save([self.simulated, self.timeline], path)
         if Path(fspath(path)).suffix.lower() == ".json":
             _add_instructions(Path(path), self._last)
@@ -112,11 +112,11 @@ class Profile:
 
 
 def profile(step: Callable[..., Any] | None = None, *, name: str = "") -> Profile:
-    """Clock every instruction of a step of a pipeline, on all ranks; nothing is slower where this is not used.
+    """Time every instruction of a step of a pipeline, on all ranks. Without it there is no overhead.
 
-    Call what it returns as the step itself, or use it with ``with``; every process must. Its ``timeline`` is the step
-    as it ran, ``simulated`` the same by ``costs``, and ``save`` draws one over the other. Call the step once before:
-    the first call traces.
+    Call the result as the step itself, or use it with ``with``; every process must. Its ``timeline`` is the step as it
+    ran, ``simulated`` the simulation with ``costs``, and ``save`` draws both. Call the step once before: the first call
+    traces.
 
     >>> from fpipe import local, pipeline
     >>> import torch
@@ -157,10 +157,10 @@ def _add_instructions(path: Path, runs: Sequence[Run]) -> None:
 
 # ---- costs ----------------------------------------------------------------------------------------------------------
 def measure_costs(pipe: Pipeline, params: Any, x: Any, *targets: Any, steps: int = 10, **side: Any) -> Costs:
-    """What each stage's F, I, W and B and each boundary's messages cost on these ranks; every process must call it.
+    """The costs of each stage's F, I, W and B and of each boundary's messages; every process must call it.
 
-    The pipeline runs ``steps`` times with its backwards whole and as often with all of them split, on the arguments of
-    a call, so that all costs are those that its runner pays. ``Costs.to_json`` writes them to a file.
+    The pipeline runs ``steps`` times with whole backwards and as often with split ones, on the arguments of a call, so
+    the costs include those of the runner. ``Costs.to_json`` writes them to a file.
 
     >>> from fpipe import local, make_schedule, pipeline
     >>> import torch
@@ -176,7 +176,7 @@ def measure_costs(pipe: Pipeline, params: Any, x: Any, *targets: Any, steps: int
 
 
 class Measuring:
-    """What ``measure_costs`` does, one step at a time, so that other things can be measured in between."""
+    """``measure_costs`` one step at a time, so that other things can be measured in between."""
 
     def __init__(self, pipe: Pipeline, params: Any, x: Any, *targets: Any, **side: Any):
         if pipe.config.loss is None:
@@ -186,17 +186,17 @@ class Measuring:
         self._call = pipe.call("grad", params, x, targets, side)
         schedule = pipe.schedule(self._call.number)
         self._both = [Profile(value_and_grad(pipe.under(made))) for made in (whole(schedule), split(schedule))]
-        for each in self._both * 2:  # the first traces, the second finds its memory
+        for each in self._both * 2:  # the first call traces, the second allocates memory
             assert each.step is not None
             each.step(*self._arguments[0], **side)
 
     def step(self) -> None:
-        """Run once with whole backwards and once with split ones; every process must."""
+        """Run once with whole backwards and once with split ones; every process must call it."""
         for each in self._both:
             each(*self._arguments[0], **self._arguments[1])
 
     def costs(self) -> Costs:
-        """Means over the steps so far; every process must ask."""
+        """Means over the steps so far; every process must call it."""
         inputs = self.pipe.cache.plans_for(self._call).prepared.inputs.values()
         mine = {s: (p.saved_bytes, p.kept_bytes) for job in inputs for s, p in job.kinds[0].programs.items()}
         held = {stage: both for part in self.pipe.gather(mine) for stage, both in part.items()}
@@ -223,7 +223,7 @@ def split(schedule: Schedule) -> Schedule:
 
 
 def _rewritten(schedule: Schedule, ops: dict[str, str]) -> Schedule:
-    """Other ops for some; fused actions fall apart."""
+    """The schedule with other ops for some; fused actions become single ones."""
 
     def row(actions: Row) -> Row:
         return tuple(
@@ -236,7 +236,7 @@ def _rewritten(schedule: Schedule, ops: dict[str, str]) -> Schedule:
 
 
 def table(price: Costs) -> str:
-    """Measured costs for people: a line per stage, and a line per boundary that messages pass."""
+    """Measured costs as text: a line per stage, and one for messages."""
     columns = {name: value for name in ("F", "B", "I", "W") if isinstance(value := getattr(price, name), tuple)}
     lines = ["stage " + " ".join(f"{name + ' ms':>9}" for name in columns)]
     for stage, row in enumerate(zip(*columns.values(), strict=True)):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """When each instruction of a plan ran, on every rank, by one clock.
 
-A ``Recorder`` is hung into the runner for a while; it puts a clock around each step and changes nothing else. What it
-noted is turned into plain tuples, which ``gathered`` brings together. Knows plans; what the times mean is for others.
+A ``Recorder`` hooks into the loop for a while: it takes the time before and after each step and changes nothing else.
+``gathered`` collects the events of all ranks. Knows plans; the meaning of the times is left to ``costing``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _BESIDE = re.compile(r"with ([0-9]+)([FBIW])([0-9]+)")
 
 
 class Event(NamedTuple):
-    """One instruction that ran: from the plan, what it was; from the clock, when.
+    """One instruction that ran, with its times.
 
-    ``number`` counts the messages to ``peer``, or from it, where it is one that actions send. ``beside`` is the other
+    ``number`` counts the messages of actions to or from ``peer``; it is -1 for other events. ``beside`` is the other
     action of a program that runs two.
     """
 
@@ -43,7 +43,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """What one rank did from the start of its plan to the end, and the actions that this carried out, in order."""
+    """The events of one rank over its whole plan, and the actions that it carried out, in order."""
 
     rank: int
     did: tuple[Event, ...]
@@ -65,7 +65,7 @@ class _Log:
 
 
 class Recorder:
-    """Notes what the ranks of this process do, while it is ``on``.
+    """Records what the ranks of this process do, while it is ``on``.
 
     >>> import torch
     >>> from fpipe import grad, local, pipeline
@@ -82,7 +82,7 @@ class Recorder:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Note every run from here to the end of the block."""
+        """Record every run from here to the end of the block."""
         before = WATCH.set(self._watch)
         try:
             yield
@@ -103,7 +103,7 @@ class Recorder:
         return [_timed(step, start, end, mark) for step in steps]
 
     def runs(self) -> dict[int, list[Run]]:
-        """What was noted, by rank."""
+        """The recorded runs by rank."""
         found: dict[int, list[Run]] = {}
         for log in self._logs:
             rank = log.bound.plan.rank
@@ -126,7 +126,7 @@ def _timed(step: StepFn, start: Callable[[Any], None], end: Callable[[Any], None
 
 
 class _Timed:
-    """A work whose end is noted."""
+    """A work whose end is recorded."""
 
     __slots__ = ("_end", "_mark", "_work")
 
@@ -165,9 +165,9 @@ def _numbers(instructions: Sequence[Instruction]) -> Iterator[int]:
 
 
 def gathered(recorder: Recorder) -> list[tuple[Run, ...]]:
-    """Everybody's runs in the order in which they ran, each with all ranks, by the clock of rank 0.
+    """The runs of all ranks in the order in which they ran, by the clock of rank 0.
 
-    Every process of the group must call it, after as many runs.
+    Every process of the group must call it, after the same number of runs.
     """
     group, mine = recorder.group, recorder.runs()
     if group is None:
