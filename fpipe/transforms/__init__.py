@@ -16,17 +16,15 @@ This package must not know schedules or how a pipeline runs: it reduces over ran
 
 from ._base import Transform, apply_updates, chain, identity, stateless
 from ._over import Over
-from .adam import adamw
 from .averaging import accumulate, ema
 from .combining import masked, partition
 from .finite import all_finite, dynamic_loss_scale, skip_nonfinite
 from .gathering import mean_over, sum_tied
-from .momentum import sgd
 from .newton_schulz import muon
 from .norms import clip_by_global_norm, clip_by_value, global_norm
 from .optimism import Optimistic, optimistic
+from .optimizers import adamw, lion, sgd
 from .scaling import add_noise, cast, scale, scale_by_schedule, weight_decay
-from .signs import lion
 from .torch_optim import from_torch
 
 __all__ = [

@@ -20,7 +20,7 @@ from ..errors import TransformError
 from ..tree import Tree
 from . import _foreach as F
 from ._over import Over
-from ._places import Places, map_kinds, places, recording
+from ._places import Column, Places, map_kinds, places, recording
 
 #: A tree of parameters: one entry per stage, None for stages on other processes.
 Params: TypeAlias = Tree
@@ -87,19 +87,31 @@ def stateless(update: Callable[[Updates, Params], Updates]) -> Transform:
     return Transform(lambda params: (), lambda grads, state, params=None: (update(grads, params), state))
 
 
+def leafwise(
+    init: Callable[[Params], State], step: Callable[[Places, State, Params], tuple[Column | None, State]],
+    *inputs: Any, donates: bool = False,
+) -> Transform:  # fmt: skip
+    """A transform from ``step(places, state, params) -> (leaves, state)``, where leaves of None make no step.
+
+    Autograd records the step where a gradient, or one of the ``inputs`` that the step reads, requires a gradient.
+    """
+
+    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
+        at = places(grads)
+        with recording(at.leaves, inputs):
+            leaves, state = step(at, state, params)
+            return None if leaves is None else at.tree(leaves), state
+
+    return Transform(init, update, donates=donates)
+
+
 def on_leaves(function: Callable[[list[Tensor]], list[Tensor]], *inputs: Any) -> Transform:
     """A transform without state from a function of the leaves; ``inputs`` are other tensors that it reads.
 
     >>> on_leaves(lambda leaves: [leaf + 1 for leaf in leaves]).update([None, torch.ones(1)], ())[0]
     [None, tensor([2.])]
     """
-
-    def update(grads: Updates, params: Params) -> Updates:
-        at = places(grads)
-        with recording(at.leaves, inputs):
-            return at.tree(function(at.leaves))
-
-    return stateless(update)
+    return leafwise(lambda params: (), lambda at, state, params: (function(at.leaves), state), *inputs)
 
 
 def identity() -> Transform:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all optimizers with moving averages share: their state, learning rate, weight decay and dtypes.
 
-An optimizer is its arithmetic, ``arithmetic(step, *moments) -> (updates, *moments)``, on columns of leaves. This
-module must not know which optimizer, nor ranks.
+An optimizer is its arithmetic, ``arithmetic(step, *moments) -> (updates, *moments)``, on columns of leaves of one
+device and dtype. This module must not know which optimizer, nor ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -15,9 +16,8 @@ from torch import Tensor
 
 from ..errors import TransformError
 from . import _foreach as F
-from ._base import Params, State, Transform, Updates
-from ._masks import Mask, flags
-from ._places import Column, Places, count, places, recording, zeros
+from ._base import Params, State, Transform, leafwise
+from ._places import Column, Mask, Places, by_kind, count, flags, zeros
 
 #: A number, or a function of the number of steps before this one.
 Rate: TypeAlias = float | Callable[[int], float]
@@ -33,14 +33,21 @@ def rate_at(rate: Rate, steps: Tensor) -> float:
 
 
 class Step(NamedTuple):
-    """One step of an optimizer: what its arithmetic reads besides the moments."""
+    """One step of an optimizer: what its arithmetic reads besides the moments, for leaves of one device and dtype."""
 
     number: Tensor  # from 1
     rate: float
-    at: Places
+    decay: float
+    donate: bool
+    at: Places  # of all leaves
+    index: Sequence[int]  # of these leaves among all
     grads: Column
     params: Column  # of None where nothing decays
-    decays: list[bool]  # by leaf
+    decays: list[bool]
+
+    def decayed(self, us: Column) -> Column:
+        """Updates, which are changed, with decoupled decay."""
+        return decay(us, self.params, self.decays, -self.rate * self.decay, inplace=True)
 
 
 def optimizer(
@@ -65,20 +72,20 @@ def optimizer(
     def init(params: Params) -> State:
         return state_type(count(), *(zeros(params, dtype) for _ in range(moments)))
 
-    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
-        at = places(grads)
-        trees = state[1 : 1 + moments]
+    def update(at: Places, state: State, params: Params) -> tuple[Column, State]:
+        number, trees, index = state.step + 1, state[1 : 1 + moments], range(len(at.leaves))
         columns = [at.of(tree, "the state") for tree in trees]
-        weights, decays = [None] * len(at.leaves), [False] * len(at.leaves)
+        weights, decays = [None] * len(index), [False] * len(index)
         if decay:
             weights, decays = weights_of(at, params, f"{name} with weight decay"), flags(at, mask, params)
-        step = Step(state.step + 1, rate_at(lr, state.step), at, at.leaves, weights, decays)
-        with recording(at.leaves):
-            us, *columns = arithmetic(step, *columns)
-        after = (at.tree(column, base=tree) for column, tree in zip(columns, trees, strict=True))
-        return at.tree(us), state_type(step.number, *after)
+        step = partial(Step, number, rate_at(lr, state.step), decay, donate, at)
+        kernel = lambda _, *parts: arithmetic(step(*parts[:4]), *parts[4:])
+        us = at.leaves
+        if us:
+            us, *columns = by_kind(kernel, columns[0] if moments else us, index, us, weights, decays, *columns)
+        return us, state_type(number, *(at.tree(column, tree) for column, tree in zip(columns, trees, strict=True)))
 
-    return Transform(init, update, donates=donate)
+    return leafwise(init, update, donates=donate)
 
 
 def weights_of(at: Places, params: Params, who: str) -> Column:
@@ -92,15 +99,10 @@ def decay(xs: Column, params: Column, on: Sequence[bool], rate: float, *, inplac
     """``x + rate * param`` where a flag is on, and x itself elsewhere."""
     if all(on):
         return F.add(xs, params, rate, inplace=inplace)
-    sums = iter(F.add(_where(xs, on), _where(params, on), rate, inplace=inplace))
+    sums = iter(F.add(where(xs, on), where(params, on), rate, inplace=inplace))
     return [next(sums) if flag else x for x, flag in zip(xs, on, strict=True)]
 
 
-def decayed(params: Column, on: Sequence[bool], rate: float, others: Column) -> Column:
-    """``rate * param`` where a flag is on, and zeros elsewhere, in the dtype of the others."""
-    products = iter(F.mul(F.cast(_where(params, on), others[0].dtype), rate))
-    return [next(products) if flag else torch.zeros_like(x) for x, flag in zip(others, on, strict=True)]
-
-
-def _where(column: Column, on: Sequence[bool]) -> Column:
+def where(column: Column, on: Sequence[bool]) -> Column:
+    """The leaves whose flag is on."""
     return [x for x, flag in zip(column, on, strict=True) if flag]

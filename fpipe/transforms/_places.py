@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a tree has leaves, and the leaves of other trees at the same places.
+"""Where a tree has leaves, and the leaves, masks and labels of other trees at the same places.
 
 Gradients have ``None`` for stages on other processes and for frozen leaves, where parameters and state may have a leaf.
 This module aligns such trees, groups leaves by device and dtype so that a kernel runs once for each group, and decides
@@ -9,7 +9,7 @@ whether autograd records. It must not know ranks or any single transform.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,11 +19,15 @@ from torch import Tensor
 
 from ..errors import TransformError
 from ..programs.functorch import wrapped
-from ..tree import NAMESPACE, Structure, Tree, is_floating, names, tree_map
+from ..tree import NAMESPACE, Structure, Tree, is_floating, matches, names, tree_map
 from . import _foreach as F
 
 #: One value per leaf, in the order of the leaves.
 Column: TypeAlias = list[Any]
+#: a function of the parameters, patterns such as ``["*.norm", "0.*"]``, or a tree of bools (or a prefix of one)
+Mask: TypeAlias = Callable[[Tree], Any] | Sequence[str] | Tree
+#: a function of the parameters, ``{pattern: label}`` (the first match counts), or a tree of labels (or a prefix of one)
+Labels: TypeAlias = Callable[[Tree], Any] | Mapping[str, str] | Tree
 
 
 class Places(NamedTuple):
@@ -68,6 +72,13 @@ class Places(NamedTuple):
         leaves = self.leaves if tree is None else self.of(tree, "params")
         return self.tree([leaf if flag else None for leaf, flag in zip(leaves, flags, strict=True)])
 
+    def stages(self) -> list[int]:
+        """The stage of each leaf: its index in a list with one entry per stage, 0 in any other tree."""
+        if self.spec.type not in (list, tuple):
+            return [0] * len(self.leaves)
+        stages = [stage for stage, part in enumerate(self.spec.children()) for _ in range(part.num_leaves)]
+        return [stages[index] for index in self.where]
+
     def names(self, indices: Iterable[int]) -> list[str]:
         """The dotted names of some of the leaves."""
         every = names(optree.tree_unflatten(self.spec, range(self.spec.num_leaves)))
@@ -99,8 +110,12 @@ def brief(error: Exception) -> str:
     return re.split(r"; \w+: [\[({]|, got (?:tensor|[\[({])", str(error))[0].rstrip(".")[:300]
 
 
-def by_kind(kernel: Callable[..., Sequence[Column]], first: list[Tensor], *rest: Column) -> list[Column]:
-    """Run a kernel on columns, once for each device and dtype in the first; its columns, in the original order.
+def by_kind(
+    kernel: Callable[..., Sequence[Column]], *columns: Column, keys: Sequence[Hashable] | None = None
+) -> list[Column]:
+    """Run a kernel on columns, once for each key, by default each device and dtype in the first column.
+
+    The result is the kernel's columns in the original order.
 
     >>> columns = [torch.ones(2), torch.ones(2).double(), torch.zeros(3)]
     >>> by_kind(lambda xs: print(len(xs)) or [xs], columns)[0] == columns
@@ -108,24 +123,24 @@ def by_kind(kernel: Callable[..., Sequence[Column]], first: list[Tensor], *rest:
     1
     True
     """
-    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, leaf in enumerate(first):
-        kinds.setdefault((leaf.device, leaf.dtype), []).append(index)
-    if len(kinds) <= 1:
-        return list(kernel(first, *rest))
+    groups: dict[Hashable, list[int]] = {}
+    for index, key in enumerate([(leaf.device, leaf.dtype) for leaf in columns[0]] if keys is None else keys):
+        groups.setdefault(key, []).append(index)
+    if len(groups) <= 1:
+        return list(kernel(*columns))
     merged: list[Column] = []
-    for indices in kinds.values():
-        parts = kernel(*([column[i] for i in indices] for column in (first, *rest)))
-        merged = merged or [[None] * len(first) for _ in parts]
+    for indices in groups.values():
+        parts = kernel(*([column[i] for i in indices] for column in columns))
+        merged = merged or [[None] * len(columns[0]) for _ in parts]
         for column, part in zip(merged, parts, strict=True):
             for index, leaf in zip(indices, part, strict=True):
                 column[index] = leaf
     return merged
 
 
-def map_kinds(kernel: Callable[..., Column], first: list[Tensor], *rest: Column) -> Column:
-    """:func:`by_kind` for a kernel that returns one column."""
-    return by_kind(lambda *columns: [kernel(*columns)], first, *rest)[0]
+def map_kinds(kernel: Callable[..., Column], *columns: Column, keys: Sequence[Hashable] | None = None) -> Column:
+    """:func:`by_kind` for a kernel that returns one column, and that is not called without leaves."""
+    return by_kind(lambda *parts: [kernel(*parts)], *columns, keys=keys)[0] if columns[0] else []
 
 
 @contextmanager
@@ -151,3 +166,68 @@ def zeros(params: Tree, dtype: torch.dtype | None = None) -> Tree:
 def count() -> Tensor:
     """A counter at zero: a tensor, because a state has only tensors, and on the CPU, where reading it is fast."""
     return torch.zeros((), dtype=torch.int64)
+
+
+# ---- masks and labels -----------------------------------------------------------------------------------------------
+def mask_of(mask: Mask, tree: Tree) -> Tree:
+    """True or False for each leaf.
+
+    >>> params = [{"b": 2, "w": 1}, None, {"w": 3}]
+    >>> mask_of(["*.w"], params)
+    [{'b': False, 'w': True}, None, {'w': True}]
+    >>> mask_of([True, {"any": False}, False], params)
+    [{'b': True, 'w': True}, None, {'w': False}]
+    """
+    if isinstance(mask, (list, tuple)) and mask and all(isinstance(item, str) for item in mask):
+        return _by_name(tree, lambda name: matches(name, mask))
+    return _spread(mask, tree)
+
+
+def labels_of(labels: Labels, tree: Tree) -> Tree:
+    """A label for each leaf.
+
+    >>> params = [{"b": 2, "w": 1}, None, {"w": 3}]
+    >>> labels_of({"0.*": "first", "*": "rest"}, params)
+    [{'b': 'first', 'w': 'first'}, None, {'w': 'rest'}]
+    >>> labels_of(["first", "second", "third"], params)
+    [{'b': 'first', 'w': 'first'}, None, {'w': 'third'}]
+    """
+    if isinstance(labels, Mapping) and not isinstance(tree, Mapping):
+        return _by_name(tree, lambda name: _first_match(name, labels))
+    return _spread(labels, tree)
+
+
+def flags(at: Places, mask: Mask | None, params: Tree) -> list[bool]:
+    """A mask at the places of the gradients; without a mask, True everywhere."""
+    if mask is None:
+        return [True] * len(at.leaves)
+    return [bool(flag) for flag in at.of(mask_of(mask, params), "the mask")]
+
+
+def _by_name(tree: Tree, label: Callable[[str], Any]) -> Tree:
+    """A tree with ``label(name)`` for each leaf: the one place where patterns meet the names of a tree."""
+    spec = optree.tree_structure(tree, namespace=NAMESPACE)
+    return optree.tree_unflatten(spec, [label(name) for name in names(tree)])
+
+
+def _first_match(name: str, labels: Mapping[str, str]) -> str:
+    for pattern, label in labels.items():
+        if matches(name, [pattern]):
+            return label
+    raise TransformError(f"no pattern of {list(labels)} fits {name!r}; end with a pattern '*' for all the rest")
+
+
+def _spread(labels: Any, tree: Tree) -> Tree:
+    """Labels from a function of the tree, or from a tree of which each label covers a leaf or a subtree."""
+    if callable(labels):
+        labels = labels(tree)
+    if isinstance(labels, (list, tuple)) and type(labels) is type(tree) and len(labels) == len(tree):
+        pairs = zip(labels, tree, strict=True)  # there may be labels for stages on other processes
+        labels = type(tree)([None if part is None else label for label, part in pairs])
+    try:
+        return optree.tree_broadcast_prefix(labels, tree, namespace=NAMESPACE)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise TransformError(
+            f"these labels do not fit the parameters: {brief(error)}; give a function of the parameters, patterns of "
+            f"names such as '0.*' or '*.norm', or a tree with a label wherever the parameters have a leaf or a subtree"
+        ) from error

@@ -6,6 +6,7 @@ This module must not know ranks or optimizers.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,9 +15,9 @@ from torch import Tensor
 from ..errors import TransformError
 from ..tree import tree_map
 from . import _foreach as F
-from ._base import Params, State, Transform, Updates, apply_updates
+from ._base import Params, State, Transform, Updates, apply_updates, leafwise
 from ._optimizer import weights_of
-from ._places import count, map_kinds, places, recording, zeros
+from ._places import Column, Places, count, map_kinds, places, zeros
 
 
 class AccumulateState(NamedTuple):
@@ -51,20 +52,16 @@ def accumulate(k: int, *, reduction: Literal["mean", "sum"] = "mean", dtype: tor
     if reduction not in ("mean", "sum"):
         raise TransformError(f"reduction={reduction!r}; there are 'mean' and 'sum'")
 
-    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
-        at = places(grads)
-        with recording(at.leaves):
-            totals = at.of(state.total, "the state")
-            fresh = F.cast_like(at.leaves, totals)
-            totals = map_kinds(F.add, totals, fresh) if state.calls.item() else fresh
-            after = AccumulateState((state.calls + 1) % k, at.tree(totals, base=state.total))
-            if after.calls.item():
-                return None, after
-            if reduction == "mean":
-                totals = map_kinds(lambda ts: F.div(ts, k), totals)
-            return at.tree(totals), after
+    def step(at: Places, state: State, params: Params) -> tuple[Column | None, State]:
+        totals = at.of(state.total, "the state")
+        fresh = F.cast_like(at.leaves, totals)
+        totals = map_kinds(F.add, totals, fresh) if state.calls.item() else fresh
+        after = AccumulateState((state.calls + 1) % k, at.tree(totals, base=state.total))
+        if after.calls.item():
+            return None, after
+        return map_kinds(lambda ts: F.div(ts, k), totals) if reduction == "mean" else totals, after
 
-    return Transform(lambda params: AccumulateState(count(), zeros(params, dtype)), update)
+    return leafwise(lambda params: AccumulateState(count(), zeros(params, dtype)), step)
 
 
 class EmaState(NamedTuple):
@@ -100,40 +97,30 @@ def ema(
         raise TransformError(f"decay={decay}; an average needs a decay between 0 and 1")
     if of not in ("updates", "params"):
         raise TransformError(f"of={of!r}; there are 'updates' and 'params'")
-    return _ema_of_params(decay, dtype, donate) if of == "params" else _ema_of_updates(decay, debias, dtype, donate)
 
-
-def _average(old: list[Tensor], new: list[Tensor], decay: float, donate: bool) -> list[Tensor]:
-    return map_kinds(lambda xs, ys: F.lerp(xs, ys, 1 - decay, inplace=donate), old, F.cast_like(new, old))
-
-
-def _ema_of_updates(decay: float, debias: bool, dtype: torch.dtype | None, donate: bool) -> Transform:
-    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
-        at = places(grads)
-        with recording(at.leaves):
-            averages = _average(at.of(state.average, "the state"), at.leaves, decay, donate)
-            after = EmaState(state.step + 1, at.tree(averages, base=state.average))
-            if debias:
-                correction = 1 - decay ** int(after.step.item())
-                averages = map_kinds(lambda xs: F.div(xs, correction), averages)
-            return at.tree(F.cast_like(averages, at.leaves)), after
-
-    return Transform(lambda params: EmaState(count(), zeros(params, dtype)), update, donates=donate)
-
-
-def _ema_of_params(decay: float, dtype: torch.dtype | None, donate: bool) -> Transform:
     def init(params: Params) -> State:
         start = zeros(params, dtype)
-        at = places(start)
-        floating = at.keep([True] * len(at.leaves), params)
-        return EmaState(count(), tree_map(lambda z, p: p.detach().to(z.dtype, copy=True), start, floating))
+        if of == "params":
+            at = places(start)
+            floating = at.keep([True] * len(at.leaves), params)
+            start = tree_map(lambda z, p: p.detach().to(z.dtype, copy=True), start, floating)
+        return EmaState(count(), start)
 
-    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
-        at = places(grads)
+    return leafwise(init, partial(_ema, decay, of == "params", debias, donate), donates=donate)
+
+
+def _ema(
+    decay: float, of_params: bool, debias: bool, donate: bool, at: Places, state: State, params: Params
+) -> tuple[Column, State]:
+    new, old = at.leaves, at.of(state.average, "the state")
+    if of_params:
         weights_of(at, params, "ema(of='params')")
-        with recording(at.leaves):
-            new = at.of(apply_updates(params, grads), "params")
-            averages = _average(at.of(state.average, "the state"), new, decay, donate)
-            return grads, EmaState(state.step + 1, at.tree(averages, base=state.average))
-
-    return Transform(init, update, donates=donate)
+        new = at.of(apply_updates(params, at.tree(at.leaves)), "params")
+    averages = map_kinds(lambda xs, ys: F.lerp(xs, ys, 1 - decay, inplace=donate), old, F.cast_like(new, old))
+    after = EmaState(state.step + 1, at.tree(averages, base=state.average))
+    if of_params:
+        return at.leaves, after
+    if debias:
+        correction = 1 - decay ** int(after.step.item())
+        averages = map_kinds(lambda xs: F.div(xs, correction), averages)
+    return F.cast_like(averages, at.leaves), after

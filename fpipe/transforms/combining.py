@@ -7,14 +7,13 @@ all processes take part in what it asks of them. This module must not know any s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import TransformError
-from ..tree import Tree, leaves
-from ._base import Params, State, Transform, Updates
-from ._masks import Labels, Mask, flags, labels_of, mask_of
-from ._places import Column, Places, places
+from ..tree import Tree, tree_map
+from ._base import Params, State, Transform, Updates, identity
+from ._places import Column, Labels, Mask, Places, labels_of, mask_of, places
 
 
 def masked(inner: Transform, mask: Mask) -> Transform:
@@ -32,16 +31,13 @@ def masked(inner: Transform, mask: Mask) -> Transform:
     [{'w': tensor([1.])}, {'w': tensor([2.])}]
     """
 
-    def init(params: Params) -> State:
-        return inner.init(_only(params, mask_of(mask, params), True))
+    both = _by_label({True: inner, False: identity()}, lambda tree: tree_map(bool, mask_of(mask, tree)))
 
     def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
-        at = places(grads)
-        chosen = flags(at, mask, grads if params is None else params)
-        column, state = _update_chosen(inner, at, chosen, state, params)
-        return at.tree(new if flag else old for flag, new, old in zip(chosen, column, at.leaves, strict=True)), state
+        updates, (after, _) = both.update(grads, (state, ()), params)
+        return updates, after
 
-    return Transform(init, update, donates=inner.donates)
+    return Transform(lambda params: both.init(params)[0], update, donates=inner.donates)
 
 
 def partition(transforms: Mapping[str, Transform], labels: Labels) -> Transform:
@@ -61,44 +57,34 @@ def partition(transforms: Mapping[str, Transform], labels: Labels) -> Transform:
     [{'b': tensor([-1.]), 'w': tensor([-0.1000])}]
     """
 
+    return _by_label(transforms, lambda tree: labels_of(labels, tree))
+
+
+def _by_label(transforms: Mapping[Any, Transform], labels: Callable[[Tree], Tree]) -> Transform:
+    def column(at: Places, tree: Tree) -> Column:
+        by_leaf = at.of(labels(tree), "the labels")
+        unknown = set(by_leaf) - set(transforms)
+        if unknown:
+            raise TransformError(
+                f"labels {sorted(map(str, unknown))} have no transform; there are {sorted(transforms)}: "
+                f"add one, for instance fpipe.identity()"
+            )
+        return by_leaf
+
     def init(params: Params) -> State:
-        tree = labels_of(labels, params)
-        _check(set(leaves(tree)), transforms)
-        return tuple(transform.init(_only(params, tree, label)) for label, transform in transforms.items())
+        at = places(params)
+        by_leaf = column(at, params)
+        return tuple(tx.init(at.keep([each == label for each in by_leaf])) for label, tx in transforms.items())
 
     def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
         at = places(grads)
-        by_leaf = at.of(labels_of(labels, grads if params is None else params), "the labels")
-        _check(set(by_leaf), transforms)
-        columns, states = {}, []
+        by_leaf, columns, states = column(at, grads if params is None else params), {}, []
         for (label, transform), part in zip(transforms.items(), state, strict=True):
             chosen = [each == label for each in by_leaf]
-            columns[label], part = _update_chosen(transform, at, chosen, part, params)
+            weights = None if params is None else at.keep(chosen, params)
+            updates, part = transform.update(at.keep(chosen), part, weights)
+            columns[label] = [None] * len(chosen) if updates is None else at.column(updates, "the updates")
             states.append(part)
         return at.tree(columns[label][index] for index, label in enumerate(by_leaf)), tuple(states)
 
     return Transform(init, update, donates=any(transform.donates for transform in transforms.values()))
-
-
-def _only(tree: Tree, labels: Tree, label: Any) -> Tree:
-    """A tree with None for the leaves of other labels."""
-    at = places(tree)
-    return at.keep([each == label for each in at.of(labels, "the labels")])
-
-
-def _update_chosen(
-    inner: Transform, at: Places, chosen: Sequence[bool], state: State, params: Params
-) -> tuple[Column, State]:
-    """Run a transform on the chosen leaves: its updates by leaf, None everywhere if it makes no step, and its state."""
-    weights = None if params is None else at.keep(chosen, params)
-    updates, state = inner.update(at.keep(chosen), state, weights)
-    return [None] * len(chosen) if updates is None else at.column(updates, "the updates"), state
-
-
-def _check(labels: set[Any], transforms: Mapping[str, Transform]) -> None:
-    unknown = labels - set(transforms)
-    if unknown:
-        raise TransformError(
-            f"labels {sorted(map(str, unknown))} have no transform; there are {sorted(transforms)}: "
-            f"add one, for instance fpipe.identity()"
-        )

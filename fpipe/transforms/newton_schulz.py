@@ -15,6 +15,7 @@ depend on which stages are on the same rank. This module must not know ranks.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
@@ -23,13 +24,11 @@ import torch
 from torch import Tensor
 
 from ..errors import TransformError
-from ..tree import Tree, is_floating, leaves, names
+from ..tree import is_floating, leaves, names
 from . import _foreach as F
 from ._base import Params, Transform, Updates
-from ._masks import Mask
-from ._optimizer import Rate, Step, decay, optimizer
-from ._over import stages_here
-from ._places import Column, by_kind, map_kinds
+from ._optimizer import Rate, Step, optimizer
+from ._places import Column, Mask, map_kinds
 
 Coefficients: TypeAlias = tuple[float, float, float]
 Adjust: TypeAlias = Literal["original", "match_rms_adamw"] | None
@@ -40,17 +39,6 @@ class MuonState(NamedTuple):
 
     step: Tensor
     m: Updates
-
-
-class _Options(NamedTuple):
-    momentum: float
-    nesterov: bool
-    coefficients: Coefficients
-    steps: int
-    eps: float
-    adjust: Adjust
-    decay: float
-    donate: bool
 
 
 def muon(
@@ -86,45 +74,28 @@ def muon(
         )
     if adjust not in ("original", "match_rms_adamw", None):
         raise TransformError(f"adjust={adjust!r}; there are 'original', 'match_rms_adamw' and None")
-    options = _Options(momentum, nesterov, coefficients, steps, eps, adjust, weight_decay, donate)
-    tx = optimizer("muon", MuonState, partial(_muon, options), lr, decay=weight_decay, mask=mask, donate=donate)
+    orthogonal = lambda matrices: _orthogonal(matrices, coefficients, steps, eps)
+    arithmetic = partial(_muon, momentum, nesterov, orthogonal, adjust)
+    tx = optimizer("muon", MuonState, arithmetic, lr, decay=weight_decay, mask=mask, donate=donate)
     return replace(tx, init=lambda params: tx.init(_checked(params)))
 
 
-def _muon(options: _Options, step: Step, ms: Column) -> tuple[Column, Column]:
-    """Updates and moving averages of all leaves."""
-
-    def average(ms: Column, gs: Column) -> tuple[Column, Column]:
-        gs = F.cast_like(gs, ms)
-        ms = F.lerp(ms, gs, 1 - options.momentum, inplace=options.donate)
-        return F.lerp(gs, ms, options.momentum) if options.nesterov else ms, ms
-
-    def finish(us: Column, rates: Column, ps: Column, on: Column) -> Column:
-        us = F.mul(us, rates, inplace=True)
-        return decay(us, ps, on, -step.rate * options.decay, inplace=True) if any(on) else us
-
-    us, ms = by_kind(average, ms, step.grads)
-    us = _orthogonal(step.at.tree(us), options)
-    rates = [-step.rate * _adjusted(u.shape, options.adjust) for u in us]
-    return map_kinds(finish, us, rates, step.params, step.decays), ms
+def _muon(
+    momentum: float, nesterov: bool, orthogonal: Callable[[Column], Column], adjust: Adjust, step: Step, ms: Column
+) -> tuple[Column, Column]:
+    gs = F.cast_like(step.grads, ms)
+    ms = F.lerp(ms, gs, 1 - momentum, inplace=step.donate)
+    us = F.lerp(gs, ms, momentum) if nesterov else ms
+    stages = step.at.stages()
+    alike = [(stages[index], u.shape) for index, u in zip(step.index, us, strict=True)]
+    rates = [-step.rate * _adjusted(u.shape, adjust) for u in us]
+    return step.decayed(F.mul(map_kinds(orthogonal, us, keys=alike), rates, inplace=True)), ms
 
 
-def _orthogonal(tree: Tree, options: _Options) -> list[Tensor]:
-    """The leaves of a tree, nearly orthogonal; those of one stage and shape are computed together."""
-    results: list[Tensor] = []
-    for stage in stages_here(tree, None).values():
-        matrices: list[Tensor] = leaves(stage)
-        alike: dict[tuple[torch.device, torch.dtype, torch.Size], list[int]] = {}
-        for index, matrix in enumerate(matrices):
-            alike.setdefault((matrix.device, matrix.dtype, matrix.shape), []).append(index)
-        after = list(matrices)
-        for (_, dtype, _), indices in alike.items():
-            stack = torch.stack([matrices[i] for i in indices])
-            stack = _newton_schulz(stack, options.coefficients, options.steps, options.eps)
-            for index, matrix in zip(indices, stack.to(dtype).unbind(), strict=True):
-                after[index] = matrix
-        results += after
-    return results
+def _orthogonal(matrices: Column, coefficients: Coefficients, steps: int, eps: float) -> Column:
+    """Nearly orthogonal matrices from matrices of one shape."""
+    stack = torch.stack(matrices)
+    return list(_newton_schulz(stack, coefficients, steps, eps).to(stack.dtype).unbind())
 
 
 def _newton_schulz(stack: Tensor, coefficients: Coefficients, steps: int, eps: float) -> Tensor:

@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from ..errors import TransformError
-from ..tree import Tree
 from . import _foreach as F
-from ._base import Params, State, Transform, Updates, on_leaves, stateless
-from ._masks import Mask, flags
+from ._base import Params, State, Transform, leafwise, on_leaves
 from ._optimizer import decay, rate_at, weights_of
-from ._over import Over, shards_of, stages_here
-from ._places import count, map_kinds, places, recording
+from ._over import Over, shards_of
+from ._places import Column, Mask, Places, count, flags, map_kinds
 
 
 class StepState(NamedTuple):
@@ -33,8 +31,7 @@ def scaled(leaves: list[Tensor], factor: float | Tensor) -> list[Tensor]:
     """Every leaf times a number, or times a tensor without axes in the leaf's dtype."""
 
     def kernel(xs: list[Tensor]) -> list[Tensor]:
-        same = factor.to(xs[0].device, xs[0].dtype) if isinstance(factor, Tensor) and xs else factor
-        return F.mul(xs, same)
+        return F.mul(xs, factor.to(xs[0].device, xs[0].dtype) if isinstance(factor, Tensor) else factor)
 
     return map_kinds(kernel, leaves)
 
@@ -57,13 +54,10 @@ def scale_by_schedule(schedule: Callable[[int], float]) -> Transform:
     [tensor([0.5000])]
     """
 
-    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
-        at = places(grads)
-        with recording(at.leaves):
-            after = at.tree(scaled(at.leaves, rate_at(schedule, state.step)))
-        return after, StepState(state.step + 1)
+    def step(at: Places, state: State, params: Params) -> tuple[Column, State]:
+        return scaled(at.leaves, rate_at(schedule, state.step)), StepState(state.step + 1)
 
-    return Transform(lambda params: StepState(count()), update)
+    return leafwise(lambda params: StepState(count()), step)
 
 
 def cast(dtype: torch.dtype) -> Transform:
@@ -88,13 +82,11 @@ def weight_decay(rate: float, mask: Mask | None = None) -> Transform:
     [{'b': tensor([0.]), 'w': tensor([0.1000])}]
     """
 
-    def update(grads: Updates, params: Params) -> Updates:
-        at = places(grads)
+    def step(at: Places, state: State, params: Params) -> tuple[Column, State]:
         weights, chosen = weights_of(at, params, "weight_decay"), flags(at, mask, params)
-        with recording(at.leaves):
-            return at.tree(map_kinds(lambda gs, ps, on: decay(gs, ps, on, rate), at.leaves, weights, chosen))
+        return map_kinds(lambda gs, ps, on: decay(gs, ps, on, rate), at.leaves, weights, chosen), state
 
-    return stateless(update)
+    return leafwise(lambda params: (), step)
 
 
 def add_noise(eta: float, gamma: float = 0.55, *, seed: int = 0, over: Over | None = None) -> Transform:
@@ -120,29 +112,22 @@ def add_noise(eta: float, gamma: float = 0.55, *, seed: int = 0, over: Over | No
     shards = shards_of(over)
     shard = "" if shards is None else f"/{shards.here[0]}"
 
-    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
-        at = places(grads)
-        step = int(state.step.item()) + 1
-        std = (eta / step**gamma) ** 0.5
-        stages = stages_here(grads, None).items()
-        noise = [draw for stage, part in stages for draw in _normal(part, f"{seed}/{step}/{stage}{shard}")]
-        with recording(at.leaves):
-            after = map_kinds(lambda gs, ns: F.add(gs, ns, std), at.leaves, noise)
-        return at.tree(after), StepState(state.step + 1)
+    def step(at: Places, state: State, params: Params) -> tuple[Column, State]:
+        t, stages = int(state.step.item()) + 1, at.stages()
+        std = (eta / t**gamma) ** 0.5
 
-    return Transform(lambda params: StepState(count()), update)
+        def kernel(gs: list[Tensor], stages: list[int]) -> list[Tensor]:
+            return F.add(gs, _normal(gs, f"{seed}/{t}/{stages[0]}{shard}"), std)
+
+        keys = [(stage, leaf.device, leaf.dtype) for stage, leaf in zip(stages, at.leaves, strict=True)]
+        return map_kinds(kernel, at.leaves, stages, keys=keys), StepState(state.step + 1)
+
+    return leafwise(lambda params: StepState(count()), step)
 
 
-def _normal(part: Tree, text: str) -> list[Tensor]:
-    """Standard normal noise for the leaves of a stage, one draw per dtype; the seed is a hash of the text."""
+def _normal(leaves: list[Tensor], text: str) -> list[Tensor]:
+    """Standard normal noise for leaves of one device and dtype; the seed is a hash of the text."""
     seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-
-    def kernel(leaves: list[Tensor]) -> list[Tensor]:
-        if not leaves:
-            return []
-        generator = torch.Generator(leaves[0].device).manual_seed(seed)
-        sizes = [leaf.numel() for leaf in leaves]
-        flat = torch.randn(sum(sizes), generator=generator, dtype=leaves[0].dtype, device=leaves[0].device)
-        return [draw.view(leaf.shape) for draw, leaf in zip(flat.split(sizes), leaves, strict=True)]
-
-    return map_kinds(kernel, places(part).leaves)
+    generator, sizes = torch.Generator(leaves[0].device).manual_seed(seed), [leaf.numel() for leaf in leaves]
+    flat = torch.randn(sum(sizes), generator=generator, dtype=leaves[0].dtype, device=leaves[0].device)
+    return [draw.view(leaf.shape) for draw, leaf in zip(flat.split(sizes), leaves, strict=True)]
