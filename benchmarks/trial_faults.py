@@ -106,7 +106,7 @@ def trial(point: Point, timeout: float) -> tuple[bool, str]:
     with tempfile.TemporaryDirectory() as folder:
         children = []
         for rank in range(RANKS):
-            env = environment(rank, RANKS, "127.0.0.1", kept.port)
+            env = environment(rank, RANKS, kept)
             children.append(context.Process(target=rank_main, args=(folder, point, timeout, env), daemon=True))
             children[-1].start()
         survivors = [rank for rank in range(RANKS) if rank != point.victim]

@@ -7,7 +7,7 @@ traceback, and ends the other ranks. Knows nothing of the function.
 
 from __future__ import annotations
 
-import math
+import ctypes
 import multiprocessing as mp
 import os
 import pickle
@@ -16,13 +16,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Container, Sequence
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 from ..errors import LaunchError
-from .malloc import keep_freed
-from .outcome import GRACE, Report, call, environment, results, store
+from .outcome import GRACE, Report, call, collect, environment, results, store
 from .ray import launch as on_ray
+
+_TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of mallopt(3)
 
 
 def launch(
@@ -56,18 +58,21 @@ def launch(
         raise LaunchError(f"ranks={ranks!r}; give a whole number of processes, 1 or more")
     kind, _, resource = on.partition(":")
     if kind == "ray" and start is None:
-        return on_ray(fn, args, ranks, timeout, env or {}, resource or None)
+        return on_ray(partial(fn, *args), ranks, timeout, env or {}, resource or None)
     if on != "processes":
         raise LaunchError(f"on={on!r} with start={start!r}; give on='processes', or on='ray' without start=")
-    context = _context(start, fn)
+    return _on_processes(partial(fn, *args), ranks, timeout, env or {}, _context(start, fn))
+
+
+def _on_processes(fn: partial[Any], ranks: int, timeout: float | None, env: dict[str, str], context: Any) -> list[Any]:
     tcp_store = store("127.0.0.1")
     children: list[_Child] = []
     reports: dict[int, Report] = {}
     try:
         for rank in range(ranks):
-            variables = environment(rank, ranks, "127.0.0.1", tcp_store.port) | (env or {})
-            children.append(_start(context, fn, args, variables))
-        reports = _collect(children, timeout)
+            children.append(_start(context, fn, environment(rank, ranks, tcp_store) | env))
+        of_pipe = {child.pipe: child for child in children}
+        reports = collect(list(of_pipe), wait, lambda pipe: of_pipe[pipe].read(), timeout)
         return results(reports, ranks, timeout)
     finally:
         _end(children, reports)
@@ -83,13 +88,11 @@ class _Child(NamedTuple):
             return pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
             self.process.join(GRACE)
-            return Report(how=_how(self.process.exitcode), when=time.time())
+            code = self.process.exitcode
+            how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+            return Report(how=how, when=time.time())
         except Exception as error:  # its result or exception cannot be unpickled in this process
             return Report(text=f"its result cannot be read here: {error!r}", when=time.time())
-
-
-def _how(code: int | None) -> str:
-    return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
 
 
 def _context(start: str | None, fn: Callable[..., Any]) -> Any:
@@ -108,29 +111,43 @@ def _context(start: str | None, fn: Callable[..., Any]) -> Any:
     return context
 
 
-def _start(context: Any, fn: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str]) -> _Child:
+def _start(context: Any, fn: partial[Any], env: dict[str, str]) -> _Child:
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(theirs, fn, args, env), name=f"fpipe-rank-{env['RANK']}", daemon=True)
+    process = context.Process(target=_run, args=(theirs, fn, env), name=f"fpipe-rank-{env['RANK']}", daemon=True)
     try:
         process.start()
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise LaunchError(
-            f"{fn!r} or its arguments cannot be sent to another process ({error}); define the function at the top of "
-            f"a module, or pass start='fork'"
+            f"{fn.func!r} or its arguments cannot be sent to another process ({error}); define the function at the top "
+            f"of a module, or pass start='fork'"
         ) from error
     finally:
         theirs.close()
     return _Child(process, ours)
 
 
-def _run(pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str]) -> None:
+def _run(pipe: Connection, fn: Callable[[], Any], env: dict[str, str]) -> None:
     """In the new process: call the function and send the report."""
     os.environ.update(env)
-    keep_freed()
+    _keep_freed()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, name="fpipe-parent", daemon=True).start()
-    pipe.send_bytes(call(fn, args, int(env["RANK"])))
+    pipe.send_bytes(call(fn, int(env["RANK"])))
     pipe.close()
+
+
+def _keep_freed() -> None:
+    """Keep up to 1 GiB of freed memory, in blocks up to 32 MiB, where the C library is glibc's.
+
+    Without this, glibc returns large blocks to the system as soon as they are freed, and the next step faults every
+    page in again. Its documented variables (``MALLOC_TRIM_THRESHOLD_``) are read when a process is loaded, which is
+    too late in a forked one. Settings for malloc in the environment take precedence.
+    """
+    if any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None and mallopt(_TRIM, 1 << 30):
+        mallopt(_MMAP, 32 << 20)
 
 
 def _end_with_parent() -> None:
@@ -139,21 +156,6 @@ def _end_with_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
-
-
-def _collect(children: Sequence[_Child], timeout: float | None) -> dict[int, Report]:
-    """The reports by rank; after a failure, the other ranks have ``GRACE`` seconds to report theirs."""
-    deadline = math.inf if timeout is None else time.monotonic() + timeout
-    reports: dict[int, Report] = {}
-    while len(reports) < len(children) and (left := deadline - time.monotonic()) > 0:
-        pending = {child.pipe: rank for rank, child in enumerate(children) if rank not in reports}
-        failed = not all(report.ok for report in reports.values())
-        for pipe in wait(list(pending), None if left == math.inf else left):
-            rank = pending[pipe]  # type: ignore[index]
-            reports[rank] = children[rank].read()
-        if not failed and not all(report.ok for report in reports.values()):
-            deadline = time.monotonic() + GRACE
-    return reports
 
 
 def _end(children: Sequence[_Child], reported: Container[int]) -> None:

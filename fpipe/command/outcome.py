@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a function on each rank, and which of several failures to raise.
+"""The reports of a function from all ranks: how to collect them, and which of several failures to raise.
 
 Shared by all ways to launch. Knows no process, no pipe and no cluster.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import LaunchError, PeerError, StalledError
 
+Handle = TypeVar("Handle")
 GRACE = 2.0  #: seconds for the other ranks to report after a failure, and then to end when asked
 
 
@@ -30,15 +32,15 @@ class Report:
     how: str = ""
 
 
-def environment(rank: int, ranks: int, address: str, port: int) -> dict[str, str]:
+def environment(rank: int, ranks: int, tcp_store: Any) -> dict[str, str]:
     """The environment variables of torchrun for a rank of one machine whose launcher holds the store."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
+        "MASTER_ADDR": tcp_store.host,
+        "MASTER_PORT": str(tcp_store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher holds the store: rank 0 must not start one
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
@@ -51,16 +53,14 @@ def store(address: str) -> Any:
     return TCPStore(address, 0, is_master=True, wait_for_workers=False)
 
 
-def call(
-    fn: Callable[..., Any], args: tuple[Any, ...], rank: int, dumps: Callable[[Any], bytes] = pickle.dumps
-) -> bytes:
+def call(fn: Callable[[], Any], rank: int, dumps: Callable[[Any], bytes] = pickle.dumps) -> bytes:
     """Call the function and return the report as bytes for another process.
 
-    >>> pickle.loads(call(max, (1, 2), rank=0)).value
-    2
+    >>> pickle.loads(call(dict, rank=0)).value
+    {}
     """
     try:
-        report = Report(ok=True, value=fn(*args))
+        report = Report(ok=True, value=fn())
     except BaseException as error:
         report = Report(value=error, text=traceback.format_exc())
     report.when = time.time()
@@ -73,28 +73,47 @@ def call(
     return raw
 
 
-def raise_first(reports: Mapping[int, Report]) -> None:
-    """Raise the cause rather than its consequences: a death, then an exception, then a lost peer."""
+def collect(
+    handles: Sequence[Handle],
+    wait: Callable[[list[Handle], float | None], Iterable[Any]],
+    read: Callable[[Any], Report],
+    timeout: float | None,
+) -> dict[int, Report]:
+    """The reports by rank; after a failure, the other ranks have ``GRACE`` seconds to report theirs.
+
+    ``wait(handles, seconds)`` returns the handles of those that have reported, and ``read(handle)`` the report.
+    """
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    pending = {handle: rank for rank, handle in enumerate(handles)}
+    reports: dict[int, Report] = {}
+    failed = False
+    while pending and (left := deadline - time.monotonic()) > 0:
+        for handle in wait(list(pending), None if left == math.inf else left):
+            reports[pending.pop(handle)] = read(handle)
+        if not failed and not all(report.ok for report in reports.values()):
+            failed, deadline = True, time.monotonic() + GRACE
+    return reports
+
+
+def results(reports: Mapping[int, Report], ranks: int, timeout: float | None) -> list[Any]:
+    """The results by rank; raises the first failure, or that some ranks did not report in time.
+
+    The first failure is the cause rather than its consequences: a death, then an exception, then a lost peer.
+    """
 
     def order(rank: int) -> tuple[int, float]:
         report = reports[rank]
         return (0 if report.how else 2 if isinstance(report.value, (PeerError, StalledError)) else 1), report.when
 
     failures = [rank for rank, report in reports.items() if not report.ok]
-    if not failures:
-        return
-    rank = min(failures, key=order)
-    report = reports[rank]
-    if report.how:
-        raise LaunchError(f"rank {rank} ended by {report.how} before it finished; see its output")
-    if isinstance(report.value, BaseException):
-        raise report.value from LaunchError(f"on rank {rank}:\n\n{report.text}")
-    raise LaunchError(f"on rank {rank}: {report.text}")
-
-
-def results(reports: Mapping[int, Report], ranks: int, timeout: float | None) -> list[Any]:
-    """The results by rank; raises the first failure, or that some ranks did not report in time."""
-    raise_first(reports)
+    if failures:
+        rank = min(failures, key=order)
+        report = reports[rank]
+        if report.how:
+            raise LaunchError(f"rank {rank} ended by {report.how} before it finished; see its output")
+        if isinstance(report.value, BaseException):
+            raise report.value from LaunchError(f"on rank {rank}:\n\n{report.text}")
+        raise LaunchError(f"on rank {rank}: {report.text}")
     late = [rank for rank in range(ranks) if rank not in reports]
     if late:
         raise LaunchError(f"ranks {late} did not finish within timeout={timeout:g} seconds; all ranks were ended")

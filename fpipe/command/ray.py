@@ -12,11 +12,12 @@ import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 from ..errors import LaunchError
-from .outcome import GRACE, Report, call, environment, results, store
+from .outcome import Report, call, collect, environment, results, store
 
 ACCELERATORS = ("GPU", "NPU", "XPU", "HPU")  #: resources of Ray, in order of preference
 _RESERVATION = 60.0  #: seconds to wait for free resources, which a growing cluster needs
@@ -24,18 +25,13 @@ _RELEASE = 5.0  #: seconds to wait at least: Ray releases the resources of an ea
 
 
 def launch(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    ranks: int,
-    timeout: float | None,
-    env: dict[str, str],
-    resource: str | None,
+    fn: Callable[[], Any], ranks: int, timeout: float | None, env: dict[str, str], resource: str | None
 ) -> list[Any]:
     """See ``fpipe.launch``. This process holds the store, so it must be on the cluster's network."""
     ray = _ray()
     if not ray.is_initialized():
         ray.init()
-    bundle = _bundle(resource or _accelerator(ray.cluster_resources()))
+    bundle = {"CPU": 1.0, resource or _accelerator(ray.cluster_resources()): 1.0}
     group = ray.util.placement_group([bundle] * ranks, strategy="PACK")
     actors: list[Any] = []
     try:
@@ -45,7 +41,11 @@ def launch(
         nodes = ray.get([actor.node.remote() for actor in actors])
         actors = [actors[index] for index in _adjacent(nodes)]
         tcp_store = store(ray.util.get_node_ip_address())
-        return _run(ray, actors, fn, args, _environments(sorted(nodes, key=nodes.index), tcp_store, env), timeout)
+        envs = _environments(sorted(nodes, key=nodes.index), tcp_store, env)
+        sent = ray.put(fn)  # once, not once for each rank
+        refs = [actor.run.remote(sent, env) for actor, env in zip(actors, envs, strict=True)]
+        reports = collect(refs, lambda left, seconds: ray.wait(left, timeout=seconds)[0], partial(_read, ray), timeout)
+        return results(reports, ranks, timeout)
     finally:
         for actor in actors:
             ray.kill(actor)
@@ -71,10 +71,6 @@ def _accelerator(resources: dict[str, float]) -> str:
     return next((name for name in ACCELERATORS if resources.get(name, 0) > 0), "CPU")
 
 
-def _bundle(resource: str) -> dict[str, float]:
-    return {"CPU": 1.0} if resource == "CPU" else {"CPU": 1.0, resource: 1.0}
-
-
 def _insufficient(ranks: int, bundle: dict[str, float], has: dict[str, float]) -> str:
     wanted = ", ".join(f"{count * ranks:g} {name}" for name, count in bundle.items())
     there = ", ".join(f"{has.get(name, 0):g} {name}" for name in bundle)
@@ -97,11 +93,11 @@ class _Rank:
     def node(self) -> str:
         return import_module("ray").get_runtime_context().get_node_id()
 
-    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str]) -> bytes:
+    def run(self, fn: Callable[[], Any], env: dict[str, str]) -> bytes:
         # Classes of the user's script are pickled by value, since that script is not imported here.
         dumps = import_module("ray.cloudpickle").dumps
         os.environ.update(env)
-        return call(fn, args, int(env["RANK"]), dumps)
+        return call(fn, int(env["RANK"]), dumps)
 
 
 def _adjacent(nodes: Sequence[str]) -> list[int]:
@@ -119,33 +115,12 @@ def _environments(nodes: Sequence[str], tcp_store: Any, more: dict[str, str]) ->
     environments = []
     for rank, node in enumerate(nodes):
         local = {"LOCAL_RANK": str(seen[node]), "LOCAL_WORLD_SIZE": str(sizes[node])}
-        environments.append({**environment(rank, len(nodes), tcp_store.host, tcp_store.port), **local, **more})
+        environments.append({**environment(rank, len(nodes), tcp_store), **local, **more})
         seen[node] += 1
     return environments
 
 
-def _run(
-    ray: Any, actors: list[Any], fn: Callable[..., Any], args: tuple[Any, ...], envs: list[Any], timeout: float | None
-) -> list[Any]:
-    sent = ray.put(args)  # once, not once for each rank
-    pending = {
-        actor.run.remote(fn, sent, env): rank for rank, (actor, env) in enumerate(zip(actors, envs, strict=True))
-    }
-    reports: dict[int, Report] = {}
-    deadline = None if timeout is None else time.monotonic() + timeout
-    while pending:
-        left = None if deadline is None else deadline - time.monotonic()
-        if left is not None and left <= 0:
-            break
-        for ref in ray.wait(list(pending), timeout=left)[0]:
-            rank = pending.pop(ref)
-            reports[rank] = _report(ray, ref)
-            if not reports[rank].ok and all(report.ok for other, report in reports.items() if other != rank):
-                deadline = time.monotonic() + GRACE
-    return results(reports, len(actors), timeout)
-
-
-def _report(ray: Any, ref: Any) -> Report:
+def _read(ray: Any, ref: Any) -> Report:
     try:
         return pickle.loads(ray.get(ref))
     except ray.exceptions.RayActorError as error:
