@@ -15,7 +15,7 @@ from fpipe import tree
 from fpipe.command.cli import main
 from fpipe.command.training import Sizes, Text, gpt, sonnets
 from fpipe.command.training.conduct import together, verdict, write
-from fpipe.command.training.rank import Measured, Settings, Step, work
+from fpipe.command.training.rank import Measured, Ready, Settings, Step, work
 from fpipe.command.training.screen import Screen, sparkline
 
 
@@ -39,15 +39,15 @@ def test_gradients_are_those_of_one_process(name: str, tmp_path: Path):
     wire = Wire()
     given = settings(name)
     kept = work(given, wire)  # type: ignore[arg-type]
-    measured = [report for report in wire.sent if isinstance(report, Measured)]
-    outcome = together([kept], measured[-1])
-    found = verdict(given, outcome)
+    assert [report.number for report in wire.sent if isinstance(report, Measured)] == [2]
+    last = together([kept])
+    found = verdict(given, last)
     assert (found.largest, found.loss) == (0, 0)
-    assert found.numbers == sum(leaf.numel() for leaf in tree.leaves(outcome.before))
-    outcome.grads[0]["embed"]["token"][0, 0] += 1
-    assert verdict(given, outcome).largest == 1
+    assert found.numbers == sum(leaf.numel() for leaf in tree.leaves(last.before))
+    last.grads[0]["embed"]["token"][0, 0] += 1
+    assert verdict(given, last).largest == 1
     assert [r.number for r in wire.sent if isinstance(r, Step)] == [0, 1, 2]
-    page = write(measured[-1], tmp_path / "made", name)
+    page = write(last, tmp_path / "made", name)
     assert sorted(p.name for p in page.parent.iterdir()) == ["measured.json", "simulated.json", "timeline.html"]
     assert f"{name} measured" in page.read_text() and f"{name} simulated" in page.read_text()
 
@@ -75,13 +75,13 @@ def test_the_text_is_shipped_and_batches_follow_from_the_step():
 def test_screen_shows_what_is_reported():
     console = Console(file=io.StringIO(), width=90, force_terminal=True, color_system=None)
     screen = Screen(console, "ZBV", 10)
-    screen.ready(1234)
+    screen.show(Ready(1234))
     with console.capture() as before:
         console.print(screen.picture())
     assert "1,234 parameters" in before.get() and "tracing" in before.get()
     for number in range(5):
-        screen.step(Step(number, 4.0 - number, 100, 0.5))
-    screen.measured(4, fpipe.make_schedule("DualPipeV", 2, 4).simulate())
+        screen.show(Step(number, 4.0 - number, 100, 0.5))
+    screen.show(Measured(4, fpipe.make_schedule("DualPipeV", 2, 4).simulate()))
     with console.capture() as capture:
         console.print(screen.picture())
     shown = capture.get()
@@ -112,7 +112,7 @@ def test_a_mistake_gets_help(arguments: list[str], told: str, capsys: pytest.Cap
 
 
 def test_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fpipe.command.train._cores", lambda: 1)
+    monkeypatch.setattr("fpipe.command.training.conduct._cores", lambda: 1)
     plan = tmp_path / "plan.csv"
     fpipe.make_schedule("ZBV", 2, 4).to_csv(plan)
     out = tmp_path / "run"

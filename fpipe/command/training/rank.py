@@ -7,7 +7,6 @@ Rank 0 reports; every rank returns the parameters and gradients of its stages. K
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ import torch
 
 from ... import tree
 from ...collectives.setup import init
-from ...running.pipeline import Pipeline, pipeline, value_and_grad
+from ...running.pipeline import pipeline, value_and_grad
 from ...running.profile.profiling import profile
 from ...schedule import Schedule
 from ...schedules.timeline import Timeline
@@ -61,7 +60,7 @@ class Settings:
 
 
 class Ready(NamedTuple):
-    """The model is placed and the ranks are connected."""
+    """The ranks are connected, and each has computed the initial parameters."""
 
     parameters: int
 
@@ -76,20 +75,21 @@ class Step(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A step was measured. The last one is also simulated, with the mean costs of all measured steps."""
+    """A step was measured."""
 
     number: int
     timeline: Timeline
-    simulated: Timeline | None
 
 
 class LastStep(NamedTuple):
-    """The last step: loss, and by stage the parameters before it, the gradients, and the parameters after it."""
+    """The last step: losses by rank; by stage, parameters before, gradients, parameters after; and its timelines."""
 
-    loss: float
+    losses: list[float]
     before: list[Any]
     grads: list[Any]
     after: list[Any]
+    measured: Timeline
+    simulated: Timeline  #: with the mean costs of all measured steps
 
 
 def work(settings: Settings, wire: Connection | None) -> LastStep:
@@ -97,20 +97,14 @@ def work(settings: Settings, wire: Connection | None) -> LastStep:
     torch.set_num_threads(1)
     group = init(pp=settings.schedule.ranks)
     text, functions, params = settings.model()
-    pipe = pipeline(functions, settings.schedule, loss=cross_entropy, group=group)
-    report = wire.send if wire is not None and 0 in group.here else _no_report
+    report = wire.send if wire is not None and 0 in group.here else lambda _: None
     report(Ready(sum(leaf.numel() for leaf in tree.leaves(params))))
-    return _train(settings, pipe, text, pipe.place(params), report)
-
-
-def _train(
-    settings: Settings, pipe: Pipeline, text: Text, params: list[Any], report: Callable[[object], None]
-) -> LastStep:
+    pipe = pipeline(functions, settings.schedule, loss=cross_entropy, group=group)
+    params = pipe.place(params)
     unprofiled = value_and_grad(pipe)
     profiled = profile(unprofiled)
     rules = chain(clip_by_global_norm(1.0, over=pipe), adamw(settings.rate_at, weight_decay=0.01))
     state = rules.init(params)
-    last_step = None
     for number in range(settings.steps):
         x, following = settings.batch(text, number)
         before, start = params, time.perf_counter()
@@ -119,14 +113,8 @@ def _train(
         updates, state = rules.update(grads, state, params)
         params = apply_updates(params, updates)
         report(Step(number, float(loss), x.numel(), time.perf_counter() - start))
-        last = number == settings.steps - 1
         if measured:
-            report(Measured(number, profiled.timeline, profiled.simulated if last else None))
-        if last:
-            last_step = LastStep(float(loss), before, grads, params)
-    assert last_step is not None, "Settings.steps is 1 or more"
-    return last_step
-
-
-def _no_report(event: object) -> None:
-    """A rank that does not report."""
+            report(Measured(number, profiled.timeline))
+        if number == settings.steps - 1:
+            return LastStep([float(loss)], before, grads, params, profiled.timeline, profiled.simulated)
+    raise AssertionError("Settings.steps is 1 or more")

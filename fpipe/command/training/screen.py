@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The display of ``fpipe train``: live on a terminal, and ten lines of text elsewhere.
 
-Knows the fields of the reports of ``rank``, and nothing of training.
+Knows the reports of ``rank``, and nothing of training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from types import TracebackType
-from typing import Protocol
+from statistics import median_high
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -20,19 +19,9 @@ from rich.text import Text
 
 from ...schedules.pictures.colours import NAMES, fill
 from ...schedules.timeline import Timeline
+from .rank import Measured, Ready, Step
 
 _BARS = "▁▂▃▄▅▆▇█"
-
-
-class _Step(Protocol):
-    @property
-    def number(self) -> int: ...
-    @property
-    def loss(self) -> float: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
 
 
 class Screen:
@@ -40,10 +29,8 @@ class Screen:
 
     def __init__(self, console: Console, title: str, steps: int):
         self.console, self.title, self.steps = console, title, steps
-        self.losses: list[float] = []
-        self.speeds: list[float] = []
-        self.lanes: Timeline | None = None
-        self.lanes_of = 0
+        self.done: list[Step] = []
+        self.measured: Measured | None = None
         self.bar = Progress(
             TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(),
             TextColumn("left"), TimeRemainingColumn(), console=console, expand=True,
@@ -51,63 +38,46 @@ class Screen:
         self.task = self.bar.add_task("starting the ranks", total=steps)
         self.live = Live(console=console, refresh_per_second=6, transient=False, get_renderable=self.picture)
 
-    def __enter__(self) -> Screen:
-        if self.console.is_terminal:
-            self.live.start()
+    def show(self, report: Ready | Step | Measured) -> None:
+        """Include a report in the display; without a terminal, print a line for every tenth of the steps."""
+        if isinstance(report, Ready):
+            self.title = f"{self.title}, {report.parameters:,} parameters"
+            self.bar.update(self.task, description="tracing the stages")
+        elif isinstance(report, Measured):
+            self.measured = report
         else:
-            self.console.print(self.title)
-        return self
+            self.done.append(report)
+            number = report.number + 1
+            self.bar.update(self.task, completed=number, description="training")
+            tenth = number == self.steps or report.number % max(self.steps // 10, 1) == 0
+            if tenth and not self.console.is_terminal:
+                self.console.print(f"step {number:4d}   loss {report.loss:.4f}   {self._speed():7,.0f} tokens/s")
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self.console.is_terminal:
-            self.live.stop()
-
-    # ---- reports ------------------------------------------------------------------------------------------------
-    def ready(self, parameters: int) -> None:
-        """The ranks are connected and hold the model."""
-        self.title = f"{self.title}, {parameters:,} parameters"
-        self.bar.update(self.task, description="tracing the stages")
-
-    def step(self, done: _Step) -> None:
-        """A step is finished."""
-        self.losses.append(done.loss)
-        self.speeds.append(done.tokens / done.seconds)
-        self.bar.update(self.task, completed=done.number + 1, description="training")
-        last = done.number + 1 == self.steps
-        if not self.console.is_terminal and (last or done.number % max(self.steps // 10, 1) == 0):
-            self.console.print(f"step {done.number + 1:4d}   loss {done.loss:.4f}   {self._speed():7,.0f} tokens/s")
-
-    def measured(self, number: int, timeline: Timeline) -> None:
-        """A step was measured."""
-        self.lanes, self.lanes_of = timeline, number
-
-    # ---- the picture --------------------------------------------------------------------------------------------
     def picture(self) -> RenderableType:
         """The whole display."""
         inside = max(self.console.width - 4, 20)
         parts: list[RenderableType] = [self.bar, self._figures(inside)]
-        if self.lanes is not None:
-            title = (
-                f"step {self.lanes_of + 1} as it ran: {1e3 * self.lanes.total:.0f} ms, bubble {self.lanes.bubble:.0%}"
-            )
-            parts += [Text(), Text(title, style="dim"), lanes(self.lanes, inside)]
+        if self.measured is not None:
+            number, timeline = self.measured
+            title = f"step {number + 1} as it ran: {1e3 * timeline.total:.0f} ms, bubble {timeline.bubble:.0%}"
+            parts += [Text(), Text(title, style="dim"), lanes(timeline, inside)]
         return Panel(Group(*parts), title=f"[bold]fpipe train[/bold]  {self.title}", title_align="left")
 
     def _figures(self, width: int) -> RenderableType:
-        if not self.losses:
+        if not self.done:
             return Text("loss  -", style="dim")
+        losses = [step.loss for step in self.done]
         row = Table.grid(padding=(0, 3))
         row.add_row(
-            Text(f"loss {self.losses[-1]:.4f}", style="bold"),
-            Text(sparkline(self.losses, max(min(width - 40, 60), 8)), style="cyan"),
+            Text(f"loss {losses[-1]:.4f}", style="bold"),
+            Text(sparkline(losses, max(min(width - 40, 60), 8)), style="cyan"),
             Text(f"{self._speed():,.0f} tokens/s", style="bold"),
         )
         return row
 
     def _speed(self) -> float:
         """The median of the last steps, because the first step traces the programs."""
-        recent = sorted(self.speeds[-15:])
-        return recent[len(recent) // 2]
+        return median_high(step.tokens / step.seconds for step in self.done[-15:])
 
 
 def lanes(timeline: Timeline, width: int) -> Text:
