@@ -16,10 +16,9 @@ import sleeping_stages
 from fpipe import Action, Costs, FpipeError, StageError
 from fpipe.collectives.group import Done
 from fpipe.running.loop import WATCH
-from fpipe.running.profile.clocks import differences
 from fpipe.running.profile.costing import costs, messages, shares, spans, timeline
 from fpipe.running.profile.profiling import split, whole
-from fpipe.running.profile.recording import Event, Recorder, Run, gathered
+from fpipe.running.profile.recording import Event, Run, differences, gathered
 from fpipe.schedules.actions import Fused
 from fpipe.schedules.pictures import load
 
@@ -255,23 +254,9 @@ class Far:
         return [mine, ([0.0, 0.0], {1: self.theirs})]
 
 
-class Played(Recorder):
-    """A recorder that has recorded rank 0 by hand."""
-
-    def __init__(self, group: Any):
-        self._group = group
-
-    @property
-    def group(self) -> Any:
-        return self._group
-
-    def runs(self) -> dict[int, list[Run]]:
-        return {0: [BY_HAND[0]]}
-
-
 def test_clocks_of_other_machines_are_set_right():
     moved = tuple(each._replace(start=each.start + 5, end=each.end + 5) for each in BY_HAND[1].did)
-    ((mine, theirs),) = gathered(Played(Far([Run(1, moved, ())])))
+    ((mine, theirs),) = gathered(Far([Run(1, moved, ())]), {0: [BY_HAND[0]]})  # type: ignore[arg-type]
     assert mine == BY_HAND[0]
     assert [each.start for each in theirs.did] == pytest.approx([each.start for each in BY_HAND[1].did], abs=0.01)
     assert [each.end for each in theirs.did] == pytest.approx([each.end for each in BY_HAND[1].did], abs=0.01)
@@ -279,7 +264,7 @@ def test_clocks_of_other_machines_are_set_right():
 
 def test_ranks_that_ran_differently_are_told():
     with pytest.raises(FpipeError, match=r"a different number of times .*rank 0: 1, rank 1: 2"):
-        gathered(Played(Far([BY_HAND[1]] * 2)))
+        gathered(Far([BY_HAND[1]] * 2), {0: [BY_HAND[0]]})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", fpipe.schedule_names())

@@ -13,9 +13,9 @@ from statistics import fmean
 from typing import NamedTuple
 
 from ...schedules.actions import Action, AnyAction, Fused
-from ...schedules.costs import Costs
+from ...schedules.costs import Costs, PerStage
 from ...schedules.timeline import Timeline
-from .recording import Event, Run
+from .recording import Run
 
 _COMPUTES = frozenset(("F", "B", "I", "W", "ADD", "EACH"))
 _HANDLES = frozenset(("RECV", "SETTLE"))
@@ -40,54 +40,43 @@ def spans(runs: Iterable[Run]) -> Iterator[tuple[int, AnyAction, float, float]]:
         times: dict[Action, tuple[float, float]] = {}
         for did in run.did:
             if did.kind in _COMPUTES:
-                for action in (did.action, did.beside):
-                    if action is not None:
-                        start, _ = times.get(action, (did.start, 0.0))
-                        times[action] = start, did.end
-        yield from ((run.rank, *span) for span in _apart(times | dict(_idle(run, times))))
+                for action in filter(None, (did.action, did.beside)):
+                    times[action] = times.get(action, (did.start,))[0], did.end
+        groups: list[tuple[tuple[Action, ...], float, float]] = []
+        for action, (start, end) in sorted((times | _idle(run, times)).items(), key=lambda item: item[1]):
+            if groups and start < groups[-1][2]:
+                parts, first, last = groups.pop()
+                groups.append(((*parts, action), first, max(last, end)))
+            else:
+                groups.append(((action,), start, end))
+        for parts, first, last in groups:
+            yield run.rank, parts[0] if len(parts) == 1 else Fused(parts), first, last
 
 
-def _idle(run: Run, times: Mapping[Action, tuple[float, float]]) -> Iterator[tuple[Action, tuple[float, float]]]:
+def _idle(run: Run, times: Mapping[Action, tuple[float, float]]) -> dict[Action, tuple[float, float]]:
     """Actions that need no instruction, such as an unused gradient of an input: they take no time after the action
     before them."""
-    last = max((place for place, action in enumerate(run.actions) if action in times), default=-1)
+    idle: dict[Action, tuple[float, float]] = {}
+    later: list[Action] = []  # those without an instruction since the last one with
     clock = run.did[0].start if run.did else 0.0
-    for action in run.actions[: last + 1]:
+    for action in run.actions:
         if action in times:
-            clock = times[action][1]
+            idle |= dict.fromkeys(later, (clock, clock))
+            clock, later = times[action][1], []
         else:
-            yield action, (clock, clock)
-
-
-def _apart(times: Mapping[Action, tuple[float, float]]) -> Iterator[tuple[AnyAction, float, float]]:
-    parts: list[Action] = []
-    first = last = 0.0
-    for action, (start, end) in sorted(times.items(), key=lambda item: item[1]):
-        if parts and start >= last:
-            yield (parts[0] if len(parts) == 1 else Fused(tuple(parts))), first, last
-            parts = []
-        first = first if parts else start
-        last = max(last, end) if parts else end
-        parts.append(action)
-    if parts:
-        yield (parts[0] if len(parts) == 1 else Fused(tuple(parts))), first, last
+            later.append(action)
+    return idle
 
 
 def messages(runs: Iterable[Run]) -> Iterator[Message]:
     """The messages of actions that both sides recorded."""
-    runs = list(runs)
-    waits = {
-        (did.peer, run.rank, did.number): did
-        for run in runs for did in run.did if did.kind == "WAIT" and did.number >= 0
-    }  # fmt: skip
-    for run in runs:
-        for did in run.did:
-            wait = waits.get((run.rank, did.peer, did.number)) if did.kind == "SEND" and did.number >= 0 else None
-            if wait is not None and did.action is not None:
-                boundary = did.action.stage if did.action.op == "F" else did.action.stage - 1
-                yield Message(
-                    run.rank, did.peer, max(boundary, 0), did.nbytes, did.start, did.end, wait.start, wait.end
-                )
+    events = [(run.rank, did) for run in runs for did in run.did if did.number >= 0]
+    waits = {(did.peer, rank, did.number): did for rank, did in events if did.kind == "WAIT"}
+    for rank, did in events:
+        wait = waits.get((rank, did.peer, did.number))
+        if did.kind == "SEND" and wait is not None and did.action is not None:
+            boundary = did.action.stage - (did.action.op != "F")
+            yield Message(rank, did.peer, max(boundary, 0), did.nbytes, did.start, did.end, wait.start, wait.end)
 
 
 def timeline(runs: Iterable[Run], name: str = "measured") -> Timeline:
@@ -95,34 +84,29 @@ def timeline(runs: Iterable[Run], name: str = "measured") -> Timeline:
     return Timeline.measured(spans(runs), name=name, unit="s")
 
 
-def costs(
-    steps: Sequence[Sequence[Run]], saved: Sequence[float] | None = None, kept: Sequence[float] | None = None
-) -> Costs:
+def costs(steps: Sequence[Sequence[Run]], saved: PerStage = 1.0, kept: PerStage | None = None) -> Costs:
     """The costs of these steps, of all ranks; ``saved`` and ``kept`` are bytes by stage, where they are known."""
     lasted: dict[str, dict[int, list[float]]] = {op: {} for op in ("F", "B", "I", "W", "overlap")}
+    stages = 0
     for _, action, start, end in (span for runs in steps for span in spans(runs)):
         op = action.op if isinstance(action, Action) else "overlap"
         lasted[op].setdefault(action.parts[0].stage, []).append(end - start)
-    stages = 1 + max(part.stage for runs in steps for _, action, *_ in spans(runs) for part in action.parts)
-    each = {op: {stage: fmean(found) for stage, found in by_stage.items()} for op, by_stage in lasted.items()}
-    forward, whole, inputs, weights = (each[op] for op in "FBIW")
-    half = {stage: whole[stage] / 2 for stage in whole if stage not in inputs}
+        stages = max(stages, *(part.stage + 1 for part in action.parts))
+    forward, whole, inputs, weights, overlap = (
+        {stage: fmean(times) for stage, times in by_stage.items()} for by_stage in lasted.values()
+    )
+    half = {stage: time / 2 for stage, time in whole.items() if stage not in inputs}
     inputs, weights = half | inputs, half | weights
     whole = {stage: inputs[stage] + weights[stage] for stage in inputs if stage in weights} | whole
-    known: dict[str, Sequence[float] | None] = {"saved": saved, "kept": kept}
-    if each["overlap"]:
-        apart = {stage: forward.get(stage, 0.0) + whole.get(stage, 0.0) for stage in range(stages)}
-        known["overlap"] = _all(apart | each["overlap"], stages)
-    if stages > 1:
-        known |= links(steps, stages)
+
+    def row(times: Mapping[int, float]) -> tuple[float, ...]:
+        return tuple(times.get(stage, 0.0) for stage in range(stages))
+
+    apart = {stage: forward.get(stage, 0.0) + whole.get(stage, 0.0) for stage in range(stages)}
     return Costs(
-        F=_all(forward, stages), I=_all(inputs, stages), W=_all(weights, stages), B=_all(whole, stages), unit="s",
-        **{name: value for name, value in known.items() if value is not None},
+        F=row(forward), I=row(inputs), W=row(weights), B=row(whole), unit="s", saved=saved, kept=kept,
+        overlap=row(apart | overlap) if overlap else None, **(links(steps, stages) if stages > 1 else {}),
     )  # fmt: skip
-
-
-def _all(found: Mapping[int, float], stages: int) -> tuple[float, ...]:
-    return tuple(found.get(stage, 0.0) for stage in range(stages))
 
 
 def links(steps: Sequence[Sequence[Run]], stages: int) -> dict[str, tuple[float, ...]]:
@@ -133,10 +117,11 @@ def links(steps: Sequence[Sequence[Run]], stages: int) -> dict[str, tuple[float,
         by_boundary.setdefault(message.boundary, []).append(message)
     count = sum(map(len, by_boundary.values()))
     handled = sum(did.end - did.start for runs in steps for run in runs for did in run.did if did.kind in _HANDLES)
-    found = {boundary: _link(sent, handled / count) for boundary, sent in by_boundary.items()}
-    none = (0.0, 0.0, 0.0, 0.0)
-    columns = zip(*(found.get(boundary, none) for boundary in range(stages - 1)), strict=True)
-    return dict(zip(("comm", "send", "receive", "boundary"), columns, strict=True))
+    rows = [
+        _link(by_boundary[boundary], handled / count) if boundary in by_boundary else (0.0,) * 4
+        for boundary in range(stages - 1)
+    ]
+    return dict(zip(("comm", "send", "receive", "boundary"), zip(*rows, strict=True), strict=True))
 
 
 def _link(sent: Sequence[Message], handling: float) -> tuple[float, float, float, float]:
@@ -152,14 +137,12 @@ def _link(sent: Sequence[Message], handling: float) -> tuple[float, float, float
 
 def shares(run: Run) -> dict[str, float]:
     """How a rank spent its time between its first instruction and its last, by kind of work."""
-    words = {"WAIT": "waiting", "SEND": "sending", "RECV": "asking", "SETTLE": "asking"}
-    found: dict[str, float] = {}
+    names = dict.fromkeys(_COMPUTES, "programs") | {
+        "WAIT": "waiting", "SEND": "sending", "RECV": "asking", "SETTLE": "asking"
+    }  # fmt: skip
+    times: dict[str, float] = {}
     for did in run.did:
-        word = "programs" if did.kind in _COMPUTES else words.get(did.kind, "the rest")
-        found[word] = found.get(word, 0.0) + did.end - did.start
-    found["between"] = _length(run.did) - sum(found.values())
-    return found
-
-
-def _length(did: Sequence[Event]) -> float:
-    return did[-1].end - did[0].start if did else 0.0
+        name = names.get(did.kind, "the rest")
+        times[name] = times.get(name, 0.0) + did.end - did.start
+    length = run.did[-1].end - run.did[0].start if run.did else 0.0
+    return times | {"between": length - sum(times.values())}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from functools import cached_property
 from os import PathLike, fspath
 from pathlib import Path
@@ -26,7 +26,7 @@ from ...schedules.simulation import simulate_rows
 from ...schedules.timeline import Timeline
 from ..pipeline import Pipeline, value_and_grad
 from .costing import costs, shares, timeline
-from .recording import Recorder, Run, gathered
+from .recording import Log, Run, gathered, recording
 
 
 class Profile:
@@ -35,7 +35,7 @@ class Profile:
     def __init__(self, step: Callable[..., Any] | None = None, *, name: str = ""):
         self.step, self.name = step, name
         self.runs: list[tuple[Run, ...]] = []  # each by rank
-        self._open: list[tuple[ExitStack, Recorder]] = []
+        self._open: list[tuple[AbstractContextManager[list[Log]], list[Log]]] = []
 
     # ---- recording ----------------------------------------------------------------------------------------------
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -46,18 +46,20 @@ class Profile:
             return self.step(*args, **kwargs)
 
     def __enter__(self) -> Profile:
-        stack, recorder = ExitStack(), Recorder()
-        stack.enter_context(recorder.on())
-        self._open.append((stack, recorder))
+        context = recording()
+        self._open.append((context, context.__enter__()))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        stack, recorder = self._open.pop()
-        stack.close()
-        if error is None:  # otherwise other ranks may not call this
-            self.runs += gathered(recorder)
+        context, logs = self._open.pop()
+        context.__exit__(kind, error, trace)
+        if error is None and logs:  # after an error other ranks may not call this
+            local: dict[int, list[Run]] = {}
+            for run in (log.run() for log in logs):
+                local.setdefault(run.rank, []).append(run)
+            self.runs += gathered(logs[0].bound.group, local)
             self.__dict__.pop("costs", None)
 
     # ---- figures ----------------------------------------------------------------------------------------
@@ -101,14 +103,14 @@ class Profile:
         return pictures.draw([self.simulated, self.timeline], width=width, color=color)
 
     def __str__(self) -> str:
-        real, foretold = self.timeline.total, self.simulated.total
-        head = f"measured {1e3 * real:.2f} ms, simulated {1e3 * foretold:.2f} ms ({foretold / real:.1%} of it)"
+        real, predicted = self.timeline.total, self.simulated.total
+        head = f"measured {1e3 * real:.2f} ms, simulated {1e3 * predicted:.2f} ms ({predicted / real:.1%} of it)"
         parts = [shares(run) for run in self._last]
-        words = list(dict.fromkeys(word for each in parts for word in each))
-        lines = ["rank " + " ".join(f"{word:>10}" for word in words) + "   (ms)"]
-        for rank, each in enumerate(parts):
-            lines.append(f"{rank:4d} " + " ".join(f"{1e3 * each.get(word, 0.0):10.3f}" for word in words))
-        return "\n".join([head, "", table(self.costs), "", *lines])
+        names = list(dict.fromkeys(name for part in parts for name in part))
+        lines = [head, "", table(self.costs), "", "rank " + " ".join(f"{name:>10}" for name in names) + "   (ms)"]
+        for rank, part in enumerate(parts):
+            lines.append(f"{rank:4d} " + " ".join(f"{1e3 * part.get(name, 0.0):10.3f}" for name in names))
+        return "\n".join(lines)
 
 
 def profile(step: Callable[..., Any] | None = None, *, name: str = "") -> Profile:
@@ -141,16 +143,15 @@ def _add_instructions(path: Path, runs: Sequence[Run]) -> None:
     pid = len(trace["otherData"]["timelines"])
     zero = min(did.start for run in runs for did in run.did)
     events = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": "instructions, measured"}}]
+    directions = {"SEND": "to", "WAIT": "for", "RECV": "from"}
     for run in runs:
         who = {"pid": pid, "tid": run.rank}
         events.append({"ph": "M", **who, "name": "thread_name", "args": {"name": f"rank {run.rank}"}})
         for did in run.did:
-            words = {"SEND": f" to {did.peer}", "WAIT": f" for {did.peer}", "RECV": f" from {did.peer}"}
-            name = did.kind if did.action is None else str(did.action)
-            name = did.kind + words[did.kind] if did.kind in words else name
+            name = f"{did.kind} {directions[did.kind]} {did.peer}" if did.kind in directions else did.action or did.kind
             args = {"kind": did.kind, "action": str(did.action or ""), "bytes": did.nbytes}
             time = {"ts": 1e6 * (did.start - zero), "dur": 1e6 * (did.end - did.start)}
-            events.append({"ph": "X", **who, **time, "name": name, "cat": did.kind, "args": args})
+            events.append({"ph": "X", **who, **time, "name": str(name), "cat": did.kind, "args": args})
     trace["traceEvents"] += events
     path.write_text(json.dumps(trace, separators=(",", ":")), encoding="utf-8")
 
@@ -181,27 +182,26 @@ class Measuring:
     def __init__(self, pipe: Pipeline, params: Any, x: Any, *targets: Any, **side: Any):
         if pipe.config.loss is None:
             raise StageError("this pipeline has no loss, so no backward can be measured; say pipeline(..., loss=)")
-        self.pipe = pipe
-        self._arguments = (params, x, *targets), side
+        self.pipe, self._arguments, self._side = pipe, (params, x, *targets), side
         self._call = pipe.call("grad", params, x, targets, side)
         schedule = pipe.schedule(self._call.number)
-        self._both = [Profile(value_and_grad(pipe.under(made))) for made in (whole(schedule), split(schedule))]
-        for each in self._both * 2:  # the first call traces, the second allocates memory
-            assert each.step is not None
-            each.step(*self._arguments[0], **side)
+        steps = [value_and_grad(pipe.under(variant)) for variant in (whole(schedule), split(schedule))]
+        for step in steps * 2:  # the first call traces, the second allocates memory
+            step(*self._arguments, **side)
+        self._profiles = list(map(Profile, steps))
 
     def step(self) -> None:
         """Run once with whole backwards and once with split ones; every process must call it."""
-        for each in self._both:
-            each(*self._arguments[0], **self._arguments[1])
+        for profiled in self._profiles:
+            profiled(*self._arguments, **self._side)
 
     def costs(self) -> Costs:
         """Means over the steps so far; every process must call it."""
         inputs = self.pipe.cache.plans_for(self._call).prepared.inputs.values()
-        mine = {s: (p.saved_bytes, p.kept_bytes) for job in inputs for s, p in job.kinds[0].programs.items()}
-        held = {stage: both for part in self.pipe.gather(mine) for stage, both in part.items()}
+        local = {s: (p.saved_bytes, p.kept_bytes) for job in inputs for s, p in job.kinds[0].programs.items()}
+        held = {stage: both for part in self.pipe.gather(local) for stage, both in part.items()}
         saved, kept = zip(*(held[stage] for stage in range(self.pipe.stages)), strict=True)
-        return costs([runs for each in self._both for runs in each.runs], saved, kept)
+        return costs([runs for profiled in self._profiles for runs in profiled.runs], saved, kept)
 
 
 def whole(schedule: Schedule) -> Schedule:
@@ -242,12 +242,12 @@ def table(price: Costs) -> str:
     for stage, row in enumerate(zip(*columns.values(), strict=True)):
         lines.append(f"{stage:5d} " + " ".join(f"{1e3 * value:9.3f}" for value in row))
     crossing = [price.boundary, price.comm, price.send, price.receive]
-    if all(isinstance(column, tuple) for column in crossing):
-        sized = [row for row in zip(*crossing, strict=True) if row[0]]  # type: ignore[arg-type]
-        if sized:
-            size, way, send, receive = (median(column) for column in zip(*sized, strict=True))
-            lines.append(
-                f"a message ({size:,.0f} bytes): sending {1e6 * send:.0f} us, on the way {1e6 * way:.0f} us, "
-                f"receiving {1e6 * receive:.0f} us"
-            )
+    rows = zip(*(column for column in crossing if isinstance(column, tuple)), strict=True)
+    sized = [row for row in rows if len(row) == len(crossing) and row[0]]
+    if sized:
+        size, way, send, receive = map(median, zip(*sized, strict=True))
+        lines.append(
+            f"a message ({size:,.0f} bytes): sending {1e6 * send:.0f} us, on the way {1e6 * way:.0f} us, "
+            f"receiving {1e6 * receive:.0f} us"
+        )
     return "\n".join(lines)
