@@ -9,7 +9,7 @@ The user's classes are nodes where they are registered under the namespace "fpip
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
@@ -243,10 +243,13 @@ class AbstractTree:
         following = iter(tensors)
         return unflatten(self.spec, self.map(lambda _: next(following)))
 
+    def with_avals(self, fn: Callable[[Aval], Aval]) -> AbstractTree:
+        """The same tree with ``fn`` of each aval."""
+        return replace(self, leaves=tuple(fn(leaf) if isinstance(leaf, Aval) else leaf for leaf in self.leaves))
+
     def on(self, device: torch.device) -> AbstractTree:
         """The same tree with its tensors on a device."""
-        moved = (leaf._replace(device=device) if isinstance(leaf, Aval) else leaf for leaf in self.leaves)
-        return AbstractTree(self.spec, tuple(moved))
+        return self.with_avals(lambda aval: aval._replace(device=device))
 
     def __str__(self) -> str:
         """The first leaves, and the number of those left out."""

@@ -255,7 +255,7 @@ class Builder:
             target = grad(stage, index)
             into.append(target)
             values.append(self.key(own, stage, mb, name))
-            sums += [_sum_of(own.dp_avals[name], self.job.wide)] if name in own.dp_avals else []
+            sums += [_sum_of(own.grad_avals[name], self.job.wide)] if name in own.grad_avals else []
             source = values[-1][0]
             zero = own.y_avals[source.leaf] if isinstance(source, ZeroCotangent) else None
             if zero is None:

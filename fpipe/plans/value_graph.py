@@ -67,7 +67,7 @@ class Interface:
         dxs: list[tuple[str, Aval] | int | None] = []
         for name in programs.dxs:
             dxs.append(
-                None if name is None else dy_index[name] if name in dy_index else (name, programs.dx_avals[name])
+                None if name is None else dy_index[name] if name in dy_index else (name, programs.grad_avals[name])
             )
         takes_x = tuple(name in read or name in programs.saved for name in x_index)
         takes_dy = tuple(name is not None and name in read for name in programs.dys)

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os.path import dirname, sep
 
 import torch
 
-from ..errors import ActionError, TraceError
-from .fake import DATA_DEPENDENT, NO_FAKE
+from ..errors import ActionError, FpipeError, TraceError
+from .fake import DATA_DEPENDENT, NO_FAKE, quiet
 
 #: Parts of torch's messages about code that runs on real tensors but not on fake ones.
 _UNTRACEABLE = (
@@ -31,6 +33,18 @@ def explain(error: Exception, label: str, shapes: str) -> TraceError | ActionErr
             f'stage {label} {shapes} cannot be traced{place}: {error}; use fpipe.Stage(fn, engine="eager") for it'
         )
     return ActionError(f"stage {label} {shapes} raised {type(error).__name__}{place}: {error}")
+
+
+@contextmanager
+def explained(label: str, shapes: str) -> Iterator[None]:
+    """Raise ``explain`` of what a stage function raises inside; errors of fpipe pass. Without torch's log of it."""
+    try:
+        with quiet():
+            yield
+    except FpipeError:
+        raise
+    except Exception as error:
+        raise explain(error, label, shapes) from error
 
 
 def where(error: BaseException) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clean-up of a traced graph, and what its nodes show: annotations, captured tensors, storages.
+"""What the nodes of a traced graph show, and its clean-up: simplification, and no writes.
 
 Placeholders are named after their role: ``p0..`` parameters, ``x0..`` inputs, ``k0..`` side inputs, ``t0..`` state,
 ``dy0..`` cotangents. Knows graphs, no stages.
@@ -7,17 +7,19 @@ Placeholders are named after their role: ``p0..`` parameters, ``x0..`` inputs, `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
+from ..errors import TraceError
 from ..tree import arriving
 from .explain import write_error
-from .internals import storage_id
+from .internals import mutates, operator_of, storage_id, updates_statistics
 
-_T = torch.ops.aten.t.default
+_T, _SUM, _VIEW = torch.ops.aten.t.default, torch.ops.aten.sum.dim_IntList, torch.ops.aten.view.default
 _IDENTITY = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 #: What the first letter of a placeholder's name means, where its memory belongs to the caller and may not change.
 _SHARED = {"p": "a parameter", "k": "a side input"}
@@ -49,6 +51,66 @@ def shared(node: fx.Node) -> str | None:
     if node.op == "get_attr":
         return "a captured tensor"
     return _SHARED.get(node.name[0]) if node.op == "placeholder" else None
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a node draws random numbers."""
+    op = operator_of(node)
+    return op is not None and torch.Tag.nondeterministic_seeded in op.tags
+
+
+def elementwise(node: fx.Node) -> bool:
+    """Whether a node computes each element from the same elements of its inputs, without random numbers."""
+    op = operator_of(node)
+    return op is not None and torch.Tag.pointwise in op.tags and not mutates(op) and not draws(node)
+
+
+def constants(graph: fx.GraphModule) -> dict[str, Any]:
+    """Captured tensors and modules by name."""
+    captured = {n.name: getattr(graph, n.target) for n in graph.graph.find_nodes(op="get_attr")}
+    # A tensor that requires a gradient was used under no_grad or detached.
+    return {name: v.detach() if isinstance(v, torch.Tensor) and v.requires_grad else v for name, v in captured.items()}
+
+
+def annotation(node: fx.Node, key: str) -> object | None:
+    """The annotation ``key`` under which a node was recorded, if any."""
+    custom = node.meta.get("custom")
+    return custom.get(key) if isinstance(custom, dict) else None
+
+
+def memory(nodes: Iterable[fx.Node]) -> dict[str, Held]:
+    """The storage behind each value, named after the first value on it."""
+    roots: dict[int, str] = {}
+    behind: dict[str, Held] = {}
+    for node in nodes:
+        value = value_of(node)
+        if value is None or value.layout is not torch.strided:
+            continue
+        waits = node.name.startswith("wait_tensor")  # returns the tensor that it waited for
+        root = roots.setdefault(storage_id(value), behind[str(node.args[0])].root if waits else node.name)
+        given = behind[root].given if root in behind else node.op == "placeholder"
+        behind[node.name] = Held(root, value.untyped_storage().nbytes(), given)
+    return behind
+
+
+def dense(node: fx.Node) -> bool:
+    """Whether all elements of a value are at different places in memory."""
+    value = value_of(node)
+    return value is not None and all(
+        stride > 0 or n <= 1 for n, stride in zip(value.shape, value.stride(), strict=True)
+    )
+
+
+# ---- clean-up -------------------------------------------------------------------------------------------------------
+
+
+def normalize(graph: fx.GraphModule, names: Sequence[str]) -> None:
+    """Name the inputs of a graph as it was traced, and clean it up."""
+    name_inputs(graph, names)
+    clean(graph)
+    simplify(graph)
+    spell_out(graph)
+    copy_shared_outputs(graph)
 
 
 def name_inputs(graph: fx.GraphModule, names: Sequence[str]) -> None:
@@ -105,7 +167,8 @@ def copy_shared_outputs(graph: fx.GraphModule) -> None:
     for node in dict.fromkeys(n for n in output.args[0] if isinstance(n, fx.Node)):
         value = value_of(node)
         foreign = shared(node) or (node.op == "placeholder" and node.name[0] == "t")
-        if not foreign and (value is None or node.op != "call_function" or not _gaps(value)):
+        gaps = value is not None and tuple(value.stride()) != arriving(value.shape, value.stride())
+        if not foreign and not (gaps and node.op == "call_function"):
             continue
         with graph.graph.inserting_before(output):
             copies[node] = graph.graph.call_function(
@@ -117,42 +180,117 @@ def copy_shared_outputs(graph: fx.GraphModule) -> None:
     graph.graph.lint()
 
 
-def _gaps(value: torch.Tensor) -> bool:
-    return tuple(value.stride()) != arriving(tuple(value.shape), tuple(value.stride()))
+# ---- simplification -------------------------------------------------------------------------------------------------
 
 
-def constants(graph: fx.GraphModule) -> dict[str, Any]:
-    """Captured tensors and modules by name."""
-    captured = {n.name: getattr(graph, n.target) for n in graph.graph.find_nodes(op="get_attr")}
-    # A tensor that requires a gradient was used under no_grad or detached.
-    wants = lambda value: isinstance(value, torch.Tensor) and value.requires_grad
-    return {name: value.detach() if wants(value) else value for name, value in captured.items()}
+def simplify(graph: fx.GraphModule) -> None:
+    """Remove views that are not needed.
+
+    A sum that keeps its axes for a view to drop them drops them itself: the gradient of each bias is such a sum.
+    Elementwise operations between a view and its inverse are done without both.
+
+    >>> gm = fx.symbolic_trace(lambda x: x)  # (a traced graph has values in its nodes' meta; this one has none)
+    >>> simplify(gm)
+    """
+    for node in list(graph.graph.nodes):
+        if node.target is _VIEW and _drops_axes(node):
+            total = argument(node, 0)
+            node.target, node.args, node.kwargs = _SUM, (*total.args[:2], False), total.kwargs
+            graph.graph.erase_node(total)
+        elif elementwise(node):
+            _apply_before_views(node)
 
 
-def annotation(node: fx.Node, key: str) -> object | None:
-    """The annotation ``key`` under which a node was recorded, if any."""
-    custom = node.meta.get("custom")
-    return custom.get(key) if isinstance(custom, dict) else None
-
-
-def memory(nodes: Iterable[fx.Node]) -> dict[str, Held]:
-    """The storage behind each value, named after the first value on it."""
-    roots: dict[int, str] = {}
-    behind: dict[str, Held] = {}
-    for node in nodes:
-        value = value_of(node)
-        if value is None or value.layout is not torch.strided:
-            continue
-        waits = node.name.startswith("wait_tensor")  # returns the tensor that it waited for
-        root = roots.setdefault(storage_id(value), behind[str(node.args[0])].root if waits else node.name)
-        given = behind[root].given if root in behind else node.op == "placeholder"
-        behind[node.name] = Held(root, value.untyped_storage().nbytes(), given)
-    return behind
-
-
-def dense(node: fx.Node) -> bool:
-    """Whether all elements of a value are at different places in memory."""
-    value = value_of(node)
-    if value is None:
+def _drops_axes(view: fx.Node) -> bool:
+    """Whether a view only drops the axes that a sum kept."""
+    total = view.args[0]
+    if not isinstance(total, fx.Node) or total.target is not _SUM:  # an erased view has no arguments
         return False
-    return all(stride > 0 or size <= 1 for size, stride in zip(value.shape, value.stride(), strict=True))
+    if len(total.users) > 1 or len(total.args) != 3 or not total.args[2]:
+        return False
+    kept, dropped, axes = value_of(total), value_of(view), total.args[1]
+    if kept is None or dropped is None or not isinstance(axes, (list, tuple)):
+        return False
+    summed = {axis % kept.dim() for axis in axes if isinstance(axis, int)}
+    return bool(summed) and list(dropped.shape) == [n for axis, n in enumerate(kept.shape) if axis not in summed]
+
+
+def _apply_before_views(node: fx.Node) -> None:
+    """Apply an elementwise operation to the inputs of the views that it reads, and view the result.
+
+    Where the result is viewed back in the shape of those inputs, both views go.
+    """
+    views, value = node.all_input_nodes, value_of(node)
+    if value is None or not views or any(view.target is not _VIEW for view in views):
+        return
+    sources = [argument(view, 0) for view in views]
+    flat = _common_shape(sources, value.numel())
+    if flat is None or not value.is_contiguous() or _common_shape(views, value.numel()) != tuple(value.shape):
+        return
+    views_back = [user for user in node.users if _is_view(user, flat)]
+    if not views_back and not all(elementwise(user) for view in views for user in view.users):
+        return
+    for view, source in zip(views, sources, strict=True):
+        node.replace_input_with(view, source)
+    node.meta["val"] = value.view(flat)
+    with node.graph.inserting_after(node):
+        viewed = node.graph.call_function(_VIEW, (node, list(value.shape)))
+    viewed.meta = {**node.meta, "val": value}
+    node.replace_all_uses_with(viewed, delete_user_cb=lambda user: user is not viewed)
+    for view in views_back:
+        view.replace_all_uses_with(node)
+        node.graph.erase_node(view)
+    for view in (viewed, *views):
+        if not view.users:
+            node.graph.erase_node(view)
+
+
+def _common_shape(nodes: Sequence[fx.Node], count: int) -> tuple[int, ...] | None:
+    """The shape of values that are all contiguous, of one shape and of ``count`` elements."""
+    shapes = {
+        tuple(value.shape) if value is not None and value.is_contiguous() and value.numel() == count else None
+        for value in map(value_of, nodes)
+    }
+    return shapes.pop() if len(shapes) == 1 else None
+
+
+def _is_view(node: fx.Node, shape: tuple[int, ...]) -> bool:
+    value = value_of(node)
+    return node.target is _VIEW and value is not None and tuple(value.shape) == shape
+
+
+# ---- batch norm -----------------------------------------------------------------------------------------------------
+
+
+def norm(kernel: Callable[..., tuple[Any, ...]], *args: Any) -> tuple[Any, ...]:
+    """Batch norm without writes: the new running statistics are the last two items of the result."""
+    mean, var = args[3].clone(), args[4].clone()
+    return (*kernel(*args[:3], mean, var, *args[5:]), mean, var)
+
+
+def spell_out(graph: fx.GraphModule) -> None:
+    """Make updates of running statistics explicit: later readers of a statistic read the new value."""
+    nodes = list(graph.graph.nodes)
+    for place, node in enumerate(nodes):
+        op = operator_of(node)
+        if op is not None and updates_statistics(op, node.args):
+            _return_statistics(graph.graph, node, set(nodes[place + 1 :]))
+
+
+def _return_statistics(graph: fx.Graph, node: fx.Node, later: Container[fx.Node]) -> None:
+    old = [argument(node, 3), argument(node, 4)]
+    for what in filter(None, map(shared, old)):
+        raise TraceError(
+            f"a stage keeps running statistics in {what} and updates them in place; stages are pure functions: "
+            "use fpipe.Stage(fn, state=True) with fn(params, state, x) -> (y, state)"
+        )
+    results, values = node.meta["val"], [torch.empty_like(statistic.meta["val"]) for statistic in old]
+    with graph.inserting_before(node):
+        pure = graph.call_function(norm, (node.target, *node.args))  # type: ignore[arg-type]
+        new = [graph.call_function(operator.getitem, (pure, len(results) + index)) for index in (0, 1)]
+    pure.meta = {**node.meta, "val": (*results, *values)}
+    node.replace_all_uses_with(pure)
+    for statistic, item, value in zip(old, new, values, strict=True):
+        item.meta = {"val": value}
+        statistic.replace_all_uses_with(item, delete_user_cb=lambda user: user in later)
+    graph.erase_node(node)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Private parts of torch that programs read: schemas of operations, identities of storages, saved tensors of nodes.
+"""State of torch that programs read: schemas, storages, saved tensors of nodes, transforms, random streams.
 
-Knows no stages or programs. Tracing, dispatch modes and torch.func are in ``fake``, ``purity`` and ``functorch``.
+Most of it has private names. Knows no stages or programs. Tracing and dispatch modes are in ``fake`` and ``purity``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -14,7 +14,15 @@ import torch
 from torch import fx
 from torch.autograd.graph import Node
 
+from .. import tree
+from ..tree import Tree
+
 Op: TypeAlias = torch._ops.OpOverload
+#: The states of random streams by device.
+Streams: TypeAlias = Sequence[tuple[torch.device, torch.Tensor]]
+
+_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+_IS_WRAPPED = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def operator_of(node: fx.Node) -> Op | None:
@@ -22,32 +30,30 @@ def operator_of(node: fx.Node) -> Op | None:
     return node.target if isinstance(node.target, Op) else None
 
 
-def name_of(op: Op) -> str:
-    """The name without namespace and overload.
-
-    >>> name_of(torch.ops.aten.add.Tensor)
-    'add'
-    """
-    return op._opname
-
-
 def direct(op: Op) -> Callable[..., Any]:
     """The operation without checks of its overload."""
     return op._op
 
 
-def argument_names(op: Op) -> list[str]:
-    """The names of an operation's arguments."""
-    return [argument.name for argument in op._schema.arguments]
+def updates_statistics(op: Op, args: Sequence[Any]) -> bool:
+    """Whether an operation is a batch norm that writes into running statistics, its arguments 3 and 4.
 
-
-def written_names(op: Op) -> list[str]:
-    """The arguments that an operation writes into, by its schema.
-
-    >>> written_names(torch.ops.aten.add_.Tensor)
-    ['self']
+    Its kernels write into them although their schemas declare them as plain inputs.
     """
-    return [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return op._opname in _NORMS and bool(args[5]) and args[3] is not None
+
+
+def written(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operation writes into.
+
+    >>> written(torch.ops.aten.add_.Tensor, (7, 8), {})
+    [7]
+    """
+    if updates_statistics(op, args):
+        return [args[3], args[4]]
+    declared = op._schema.arguments
+    values = {**dict(zip((a.name for a in declared), args, strict=False)), **kwargs}
+    return [values.get(a.name) for a in declared if a.alias_info is not None and a.alias_info.is_write]
 
 
 def mutates(op: Op) -> bool:
@@ -92,3 +98,47 @@ def gradient_bytes(node: Node, ports: Sequence[int]) -> int:
     """Bytes of the gradients that arrive at a node."""
     inputs = [node._input_metadata[port] for port in ports]  # type: ignore[attr-defined]
     return sum(torch.Size(each.shape).numel() * each.dtype.itemsize for each in inputs)
+
+
+# ---- torch.func -----------------------------------------------------------------------------------------------------
+def wrapped(*tensors: torch.Tensor) -> bool:
+    """Whether a torch.func transform works on any of these. Takes no time where none is active.
+
+    >>> wrapped(torch.ones(1)), torch.vmap(lambda x: x * wrapped(x))(torch.ones(1)).item()
+    (False, 1.0)
+    """
+    return torch._C._are_functorch_transforms_active() and any(map(_IS_WRAPPED, tensors))
+
+
+def functional(arguments: Tree) -> bool:
+    """Whether a torch.func transform works on a leaf of these.
+
+    >>> functional({"x": [torch.ones(1), "text"]})
+    False
+    """
+    return torch._C._are_functorch_transforms_active() and wrapped(*filter(tree.is_tensor, tree.leaves(arguments)))
+
+
+# ---- random streams -------------------------------------------------------------------------------------------------
+def save_streams(devices: Iterable[torch.device]) -> Streams:
+    """The states of the devices' default random streams.
+
+    >>> states = save_streams([torch.device("cpu")])
+    >>> first = torch.rand(2)
+    >>> restore_streams(states)
+    >>> bool((torch.rand(2) == first).all())
+    True
+    """
+    return [
+        (d, torch.get_rng_state() if d.type == "cpu" else torch.get_device_module(d).get_rng_state(d))
+        for d in devices if d.type != "meta"
+    ]  # fmt: skip
+
+
+def restore_streams(states: Streams) -> None:
+    """Put the streams back into saved states."""
+    for device, state in states:
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state, device)

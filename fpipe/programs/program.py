@@ -8,15 +8,35 @@ stages, schedules or ranks.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import chain, count
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
-from .internals import mutates, operator_of
-from .source import Adds, function
+from ..errors import StageError
+from .graphs import draws
+from .internals import Op, direct
+
+Adds: TypeAlias = Mapping[str, Sequence[str]]
+#: What the names in a source stand for. The private functions here enter what they meet.
+Scope: TypeAlias = dict[str, Any]
+
+#: Overloads whose Python binding does the same with less parsing. Only those whose positional arguments agree.
+_SAME_NAME = (
+    "mm.default", "bmm.default", "addmm.default", "tanh.default", "sigmoid.default", "relu.default", "neg.default",
+    "exp.default", "rsqrt.default", "permute.default", "unsqueeze.default", "t.default", "native_layer_norm.default",
+    "embedding.default", "mean.default", "sum.default", "sum.dim_IntList", "add.Tensor", "sub.Tensor", "mul.Tensor",
+    "mul.Scalar", "div.Tensor", "div.Scalar", "pow.Tensor_Scalar", "transpose.int",
+)  # fmt: skip
+_BINDINGS = {f"aten.{overload}": overload.partition(".")[0] for overload in _SAME_NAME} | {
+    "aten.view.default": "Tensor.reshape",  # a real kernel may return other strides than its fake one
+    "aten.expand.default": "Tensor.expand",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,30 +80,122 @@ class Program:
     @classmethod
     def from_nodes(
         cls, name: str, nodes: Iterable[fx.Node], inputs: Sequence[str], outputs: Sequence[str],
-        constants: Mapping[str, Any] | None = None, adds: Adds | None = None,
+        constants: Mapping[str, Any] | None = None, adds: Adds | None = None, stage: str = "",
     ) -> Program:  # fmt: skip
         """Write the nodes as Python, compile it once, and bind every operation to a name."""
         body = tuple(node for node in nodes if node.op == "call_function")
         constants, adds = constants or {}, adds or {}
-        code, run = function(name, body, inputs, outputs, constants, adds)
-        return cls(name, code, run, tuple(inputs), tuple(outputs), any(map(draws, body)), body, constants, adds)
+        code, run = _function(name, body, inputs, outputs, constants, adds)
+        random = any(map(draws, body))
+        return cls(name, code, run, tuple(inputs), tuple(outputs), random, body, constants, adds, stage)
 
     def adding(self, adds: Adds, outputs: Sequence[str]) -> Program:
         """The program that adds values into further inputs and returns ``outputs``."""
         inputs = (*self.inputs, *(into for targets in adds.values() for into in targets))
         if not self.nodes:  # it takes the further inputs as it is
             return replace(self, inputs=inputs, outputs=tuple(outputs))
-        program = Program.from_nodes(self.name, self.nodes, inputs, outputs, self.constants, adds)
-        return replace(program, stage=self.stage)
+        return Program.from_nodes(self.name, self.nodes, inputs, outputs, self.constants, adds, self.stage)
 
 
-def draws(node: fx.Node) -> bool:
-    """Whether a node draws random numbers."""
-    op = operator_of(node)
-    return op is not None and torch.Tag.nondeterministic_seeded in op.tags
+# ---- the source -----------------------------------------------------------------------------------------------------
 
 
-def elementwise(node: fx.Node) -> bool:
-    """Whether a node computes each element from the same elements of its inputs, without random numbers."""
-    op = operator_of(node)
-    return op is not None and torch.Tag.pointwise in op.tags and not mutates(op) and not draws(node)
+def _function(
+    name: str, body: Sequence[fx.Node], inputs: Sequence[str], outputs: Sequence[str], constants: Mapping[str, Any],
+    adds: Adds,
+) -> tuple[str, Callable[[list[Any]], tuple[Any, ...]]]:  # fmt: skip
+    """The nodes as source of a function of a box, and that function. ``adds``: see ``Program``."""
+    scope = dict(constants)
+    last = dict.fromkeys(inputs, -1)
+    last |= {each.name: index for index, node in enumerate(body) for each in (node, *node.all_input_nodes)}
+    keep = {*outputs, *constants, *(into for targets in adds.values() for into in targets)}
+
+    def delete(index: int, names: Iterable[str]) -> list[str]:
+        dead = [name for name in dict.fromkeys(names) if last[name] == index and name not in keep]
+        return [f"    del {', '.join(dead)}"] if dead else []
+
+    lines = [f"def {name}(box):"]
+    if inputs:
+        lines += [f"    {_tuple(inputs)} = box", "    box.clear()"]
+    lines += delete(-1, inputs)
+    for index, node in enumerate(body):
+        lines.append(f"    {node.name} = {_call(node, scope)}")
+        lines += [f"    {into}.add_({node.name})" for into in adds.get(node.name, ())]
+        lines += delete(index, [each.name for each in (*node.all_input_nodes, node)])
+    lines.append(f"    return ({_tuple(outputs)})")
+    code = "\n".join(lines) + "\n"
+    exec(compile(code, f"<fpipe program {name}>", "exec"), scope)
+    return code, scope[name]
+
+
+def _tuple(items: Sequence[str]) -> str:
+    return f"{items[0]}," if len(items) == 1 else ", ".join(items)
+
+
+def _call(node: fx.Node, scope: Scope) -> str:
+    if node.target is operator.getitem:
+        return f"{_text(node.args[0], scope)}[{_text(node.args[1], scope)}]"
+    args = [_text(a, scope) for a in node.args] + [f"{k}={_text(v, scope)}" for k, v in node.kwargs.items()]
+    return f"{_target(node.target, scope)}({', '.join(args)})"
+
+
+def _target(target: object, scope: Scope) -> str:
+    """A short name for an operation."""
+    if isinstance(target, Op):
+        binding = _BINDINGS.get(str(target))
+        name = (f"torch.{binding}" if binding else str(target).removesuffix(".default")).replace(".", "_")
+        scope[name] = operator.attrgetter(binding)(torch) if binding else direct(target)
+        return name
+    name = f"{getattr(target, '__module__', 'op')}_{getattr(target, '__name__', 'call')}".replace(".", "_")
+    return _enter(name, target, scope)
+
+
+def _text(value: object, scope: Scope) -> str:
+    """An argument as source; a value without a literal gets a name."""
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, (list, tuple)):
+        items = [_text(item, scope) for item in value]
+        return f"[{', '.join(items)}]" if isinstance(value, list) else f"({_tuple(items)})"
+    if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
+        return repr(value)
+    name = f"lit_{type(value).__name__}_{value}" if isinstance(value, (torch.dtype, torch.device)) else "lit"
+    return _enter("".join(c if c.isalnum() else "_" for c in name), value, scope)
+
+
+def _enter(name: str, value: object, scope: Scope) -> str:
+    """Enter a value under a name, or under the next one that is free."""
+    names = chain([name], (f"{name}_{serial}" for serial in count(1)))
+    free = next(each for each in names if scope.get(each, value) is value)
+    scope[free] = value
+    return free
+
+
+# ---- compilation ----------------------------------------------------------------------------------------------------
+
+
+def compiled(program: Program, backend: str) -> Program:
+    """The same program, compiled by ``backend`` ("inductor", "aot_eager", ...) at its first call."""
+    if backend not in torch.compiler.list_backends(exclude_tags=()):
+        known = ", ".join(torch.compiler.list_backends())
+        raise StageError(f"compile={backend!r} is no compiler that torch knows; choose from {known}")
+    if not program.nodes:
+        return program
+    graph = fx.Graph()
+    env = {name: graph.placeholder(name) for name in program.inputs}
+    env |= {name: graph.get_attr(name) for name in program.constants}
+    for node in program.nodes:
+        env[node.name] = graph.node_copy(node, lambda used: env[used.name])
+    graph.output(tuple(env[name] for name in program.outputs))
+    # Some compilers cache by code object, so every program has one of its own.
+    module = fx.GraphModule(dict(program.constants), graph)
+    inner = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
+
+    def run(box: list[Any]) -> tuple[Any, ...]:
+        args = tuple(box)
+        box.clear()
+        out = inner(*args)
+        assert len(out) == len(program.outputs)
+        return tuple(out)
+
+    return replace(program, run=run)

@@ -4,29 +4,27 @@ gradient. Both are refused before they happen. Knows operations, no stages or gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .batch_norm import STATISTICS, updates_statistics
 from .explain import captured_gradient_error, captured_write_error
 from .fake import is_fake
-from .internals import Op, argument_names, returns_views, storage_id, written_names
+from .internals import Op, returns_views, storage_id, written
 
 _FRESH = torch.ops.aten.lift_fresh.default  # torch.tensor(...): its schema says view, but nobody else has the memory
 
 
-class _Observed(TorchDispatchMode):
-    """Calls ``before(op, args, kwargs)`` and ``after(op, args, kwargs, result)`` around every operation."""
+class _Around(TorchDispatchMode):
+    """Runs every operation by ``run(op, args, kwargs)``."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, before: Callable[..., None], after: Callable[..., None]):
+    def __init__(self, run: Callable[..., Any]):
         super().__init__()
-        self.before, self.after = before, after
+        self.run = run
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # torch.cond compiles its branches under the modes that are on
@@ -40,54 +38,46 @@ class _Observed(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         if not isinstance(func, Op):  # torch.cond, for example
-            return func(*args, **kwargs)
-        self.before(func, args, kwargs)
-        result = func(*args, **kwargs)
-        self.after(func, args, kwargs, result)
-        return result
+            return func(*args, **(kwargs or {}))
+        return self.run(func, args, kwargs or {})
 
 
-@contextmanager
-def pure_on_fakes(label: str) -> Iterator[None]:
-    """While a function runs on fake tensors, refuse writes into real ones."""
+def pure_on_fakes(label: str) -> TorchDispatchMode:
+    """While a function runs on fake tensors under this mode, refuse writes into real ones."""
     views: dict[int, torch.UntypedStorage] = {}  # of fake views of real tensors, by address; kept alive here
 
-    def before(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        for tensor in _written(op, args, kwargs):
+    def run(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        for tensor in _tensors(written(op, args, kwargs)):
             if _real(tensor) or (is_fake(tensor) and storage_id(tensor) in views):
                 raise captured_write_error(label, tensor)
+        real = list(filter(_real, args))
         if torch.is_grad_enabled() and op is not torch.ops.aten.detach.default:
-            for tensor in filter(_real, args):
+            for tensor in real:
                 if tensor.requires_grad:
                     raise captured_gradient_error(label, tensor)
-
-    def after(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        aliases = op is not _FRESH and returns_views(op)
-        if aliases and is_fake(result) and any(map(_real, args)):
+        result = op(*args, **kwargs)
+        if real and op is not _FRESH and returns_views(op) and is_fake(result):
             views[storage_id(result)] = result.untyped_storage()
+        return result
 
-    with _Observed(before, after):
-        yield
+    return _Around(run)
 
 
-@contextmanager
-def pure_on_numbers(label: str, arguments: Iterable[torch.Tensor]) -> Iterator[None]:
-    """While a function runs on real arguments, refuse writes into other tensors that it did not create."""
+def pure_on_numbers(label: str, arguments: Iterable[torch.Tensor]) -> TorchDispatchMode:
+    """While a function runs on real arguments under this mode, refuse writes into other tensors it did not create."""
     local = set(map(_storage, arguments)) | {None}
 
-    def before(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        for tensor in _written(op, args, kwargs):
+    def run(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        for tensor in _tensors(written(op, args, kwargs)):
             if _storage(tensor) not in local:
                 raise captured_write_error(label, tensor)
+        result = op(*args, **kwargs)
+        inputs = set(map(_storage, _tensors((*args, *kwargs.values()))))
+        local.update(set(map(_storage, _tensors([result]))) - inputs)
+        return result
 
-    def after(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        inputs = {_storage(a) for value in (*args, *kwargs.values()) for a in _listed(value)}
-        local.update(set(map(_storage, _listed(result))) - inputs)
-
-    with _Observed(before, after):
-        yield
+    return _Around(run)
 
 
 def _real(value: object) -> bool:
@@ -95,19 +85,13 @@ def _real(value: object) -> bool:
     return isinstance(value, torch.Tensor) and not is_fake(value) and not hasattr(type(value), "__tensor_flatten__")
 
 
-def _storage(value: object) -> int | None:
-    """The address of a plain tensor's storage; ``None`` for anything else."""
-    if not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, torch.nn.Parameter):
-        return None
-    return storage_id(value) if value.layout is torch.strided else None
+def _storage(tensor: torch.Tensor) -> int | None:
+    """The address of a plain tensor's storage; ``None`` for another tensor."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return storage_id(tensor) if plain else None
 
 
-def _written(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors that an operation changes."""
-    values = {**dict(zip(argument_names(op), args, strict=False)), **kwargs}
-    names = written_names(op) or (STATISTICS if updates_statistics(op, values) else ())
-    return [v for name in names for v in _listed(values.get(name)) if isinstance(v, torch.Tensor)]
-
-
-def _listed(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (list, tuple)) else [value]
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among values and in the lists among them."""
+    listed = (value if isinstance(value, (list, tuple)) else [value] for value in values)
+    return [each for items in listed for each in items if isinstance(each, torch.Tensor)]

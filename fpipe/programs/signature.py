@@ -32,6 +32,21 @@ class Signature(NamedTuple):
     side: AbstractTree
     state: AbstractTree
 
+    @property
+    def slots(self) -> list[tuple[int, int]]:
+        """Argument and leaf of each tensor, in the order in which programs take them."""
+        return [(g, i) for g, argument in enumerate(self) for i in argument.avals]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tensors in programs, in the same order."""
+        return [f"{'pxkt'[g]}{i}" for g, i in self.slots]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of leaves of each argument."""
+        return tuple(len(argument.leaves) for argument in self)
+
     def __str__(self) -> str:
         """Parameters and input, for messages."""
         return "(" + "; ".join(str(argument) for argument in self[:2] if argument.leaves) + ")"

@@ -8,7 +8,7 @@ The values of one stage share a namespace: ``p0..`` parameters, ``x0..`` inputs,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -45,10 +45,9 @@ class Programs:
     dxs: tuple[str | None, ...]
     saved: tuple[str, ...]
     kept: tuple[str, ...]
-    dx_avals: Mapping[str, Aval]
+    grad_avals: Mapping[str, Aval]  # of the gradients, where known
     memory: Mapping[str, Held]  # by value
     fresh: frozenset[str] = frozenset()  # gradients that share no memory, into which others may be added
-    dp_avals: Mapping[str, Aval] = field(default_factory=dict)  # where known
     eager: bool = False
     compiled: bool = False
     label: str = ""

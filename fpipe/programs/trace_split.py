@@ -16,10 +16,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 from torch import fx
 
-from .program import draws
+from .graphs import draws
 
 
 @dataclass(frozen=True)
@@ -39,23 +40,14 @@ class Joint:
     region: Callable[[fx.Node], object | None] = lambda node: None
 
 
-@dataclass(frozen=True)
-class Piece:
-    """The nodes of one program, in order, and the names of its inputs and outputs."""
-
-    nodes: tuple[fx.Node, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+#: The nodes of one program, in order, and the names of its inputs and outputs.
+Piece: TypeAlias = tuple[Sequence[fx.Node], tuple[str, ...], tuple[str, ...]]
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """The four programs of a joint graph. ``saved``: held from F to I or B; ``kept``: held from I to W."""
+class Pieces(NamedTuple):
+    """The programs F, B, I and W of a joint graph. ``saved``: held from F to I or B; ``kept``: held from I to W."""
 
-    forward: Piece
-    backward: Piece
-    backward_input: Piece
-    backward_weight: Piece
+    pieces: tuple[Piece, ...]
     saved: tuple[str, ...]
     kept: tuple[str, ...]
 
@@ -88,20 +80,14 @@ def split(joint: Joint) -> Pieces:
         if name not in joint.cotangents
     )  # fmt: skip
     kept = _unique((*_free(w), *(name for name in dps if name not in w_computes)))
-    return Pieces(
-        forward=_piece(f, (*_names((*joint.ys, *joint.extras)), *saved)),
-        backward=_piece(b, dps + dxs),
-        backward_input=_piece(i, dxs + kept),
-        backward_weight=_piece(w, dps),
-        saved=saved,
-        kept=kept,
-    )
+    results = ((*_names((*joint.ys, *joint.extras)), *saved), dps + dxs, dxs + kept, dps)
+    return Pieces(tuple(map(_piece, (f, b, i, w), results)), saved, kept)
 
 
 def _piece(nodes: Sequence[fx.Node], results: Iterable[str]) -> Piece:
     """A program that returns those of the results that it computes."""
     computed = set(_names(nodes))
-    return Piece(tuple(nodes), _free(nodes), tuple(name for name in _unique(results) if name in computed))
+    return nodes, _free(nodes), tuple(name for name in _unique(results) if name in computed)
 
 
 def _constants(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -1,36 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traces a stage over fake tensors and splits the graph into programs, once per function and signature.
 
-What depends on data cannot be traced, since there is no data. Knows functions and signatures, no schedules, ranks or
-microbatches.
+Outputs and gradients are traced as one joint graph. The joint function is written with ``torch.autograd.grad``, so
+custom autograd functions, functional collectives and torch.func inside a stage all trace. What depends on data cannot
+be traced, since there is no data. Knows functions and signatures, no schedules, ranks or microbatches.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..errors import FpipeError, TraceError
+from .. import tree
+from ..errors import TraceError
 from ..stage import Stage, as_stage
 from ..tree import AbstractTree, Aval, Tree
 from . import fake
-from .autocast import ambient
-from .compilation import compiled
+from .autocast import ambient, without_autocast
 from .eager.engine import eager_programs
-from .explain import explain
-from .graphs import Held, constants, dense, memory, value_of
-from .joint import joint_graph, joint_of
-from .program import Program, draws
-from .signature import Outputs, Signature, outputs_of
+from .explain import explained
+from .graphs import Held, annotation, constants, dense, draws, memory, normalize, value_of
+from .marks import collecting, followed
+from .program import Program, compiled
+from .signature import Outputs, Signature, call, outputs_of
 from .stage_programs import Programs
 from .trace_cache import cached
-from .trace_split import Joint, Piece, Pieces, split
+from .trace_split import Joint, Pieces, split
 
 
 def trace(fn: Callable[..., Any] | Stage, params: Tree, x: Tree, *, state: Tree = None, **side: Tree) -> Programs:
@@ -58,81 +58,120 @@ def _trace(stage: Stage, signature: Signature) -> Programs:
                 f"stage {stage.label} is given a {aval}, and tensors that contain tensors cannot be traced; run it "
                 'with fpipe.Stage(fn, engine="eager"), or give it the local tensors'
             )
-    try:
-        # A trace is cached for all callers, so none of their modes may be in it.
-        with fake.quiet(), torch.inference_mode(False), torch.enable_grad():
-            outputs = outputs_of(stage, signature)
-            graph = joint_graph(stage, signature, outputs)
-    except FpipeError:
-        raise
-    except Exception as error:
-        raise explain(error, stage.label, str(signature)) from error
-    return _programs(stage, signature, outputs, joint_of(graph, signature, outputs), constants(graph))
+    # A trace is cached for all callers, so none of their modes may be in it.
+    with explained(stage.label, str(signature)), torch.inference_mode(False), torch.enable_grad():
+        outputs = outputs_of(stage, signature)
+        graph = _joint_graph(stage, signature, outputs)
+    return _programs(stage, signature, outputs, graph)
 
 
-def _programs(
-    stage: Stage, signature: Signature, outputs: Outputs, joint: Joint, captured: Mapping[str, Any]
-) -> Programs:
+# ---- the joint graph ------------------------------------------------------------------------------------------------
+
+
+def _joint_graph(stage: Stage, signature: Signature, outputs: Outputs) -> fx.GraphModule:
+    """The graph of outputs, auxiliary scalar, new state and gradients (of params, then of x), tensors only.
+
+    Its inputs are the tensors of the signature and the cotangents.
+    """
+    mode = fake.mode()
+    with mode:
+        groups = fake.inputs(signature)
+        cotangents = [fake.empty(aval) for aval in outputs.cotangents.values()]
+    slots = signature.slots
+
+    def joint(*flat: Any) -> tuple[Any, ...]:
+        arguments = [list(group) for group in groups]
+        for (g, i), value in zip(slots, flat, strict=False):
+            arguments[g][i] = value
+        with collecting() as marks:
+            result = call(stage, signature, arguments, outputs.copies)
+        ends = [leaf for leaf in tree.leaves((result.y, result.aux)) if tree.is_tensor(leaf)]
+        live = [end for end in ends if end.requires_grad]
+        wrt = [arguments[g][i] for g in (0, 1) for i in signature[g].wanted]
+        grads: Sequence[Any] = [None] * len(wrt)
+        if live and wrt:
+            with without_autocast(), followed(live, marks):
+                grads = torch.autograd.grad(live, wrt, flat[len(slots) :], allow_unused=True)
+        return (*ends, *tree.leaves(result.state), *grads)
+
+    with mode:  # tensors that the function creates (arange, zeros, ...) must be fake, too
+        graph = fake.make_graph(joint, [*(groups[g][i] for g, i in slots), *cotangents])
+    normalize(graph, [*signature.names, *outputs.cotangents])
+    return graph
+
+
+def _joint_of(graph: fx.GraphModule, signature: Signature, outputs: Outputs) -> Joint:
+    """The nodes of a joint graph by role."""
+    (returned,) = next(iter(graph.graph.find_nodes(op="output"))).args
+    following = iter(returned)
+    take = lambda indices: {i: next(following) for i in indices}
+    ys, aux = take(outputs.y.avals), take([0] if outputs.aux is not None else [])
+    state = take(() if outputs.state is None else outputs.state.avals)
+    dps, dxs = take(signature.params.wanted), take(signature.x.wanted)
+    return Joint(
+        nodes=tuple(n for n in graph.graph.nodes if n.op in ("placeholder", "call_function")),
+        cotangents=frozenset(outputs.cotangents),
+        ys=tuple(ys.values()),
+        extras=(*aux.values(), *state.values()),
+        dps=tuple(map(dps.get, range(len(signature.params.leaves)))),
+        dxs=tuple(map(dxs.get, range(len(signature.x.leaves)))),
+        region=lambda node: annotation(node, "fpipe_remat"),
+    )
+
+
+# ---- its programs ---------------------------------------------------------------------------------------------------
+
+
+def _programs(stage: Stage, signature: Signature, outputs: Outputs, graph: fx.GraphModule) -> Programs:
+    joint, captured = _joint_of(graph, signature, outputs), constants(graph)
     pieces = split(joint)
     behind = memory(joint.nodes)
     ys = dict(zip(outputs.y.avals, joint.ys, strict=True))
     extras = [node.name for node in joint.extras]
     aux = extras.pop(0) if outputs.aux is not None else None
-    program = partial(_program, stage=stage, signature=signature, captured=captured)
+    following = iter(joint.ys)
+
+    def traced(aval: Aval) -> Aval:  # with the strides of the traced operations
+        value = value_of(next(following))
+        return aval if value is None else Aval.like(value, aval.grad)
+
+    def program(letter: str, nodes: Sequence[fx.Node], inputs: Sequence[str], results: Sequence[str]) -> Program:
+        used = {u.name for node in nodes for u in node.all_input_nodes} | set(results)
+        inside = {name: value for name, value in captured.items() if name in used}
+        inputs = [name for name in inputs if name not in inside]
+        label = f"{stage.label} {signature}"
+        program = Program.from_nodes(letter, nodes, inputs, results, inside, stage=label)
+        return compiled(program, stage.compile) if stage.compile else program
+
+    f, b, i, w = (program(letter, *piece) for letter, piece in zip("FBIW", pieces.pieces, strict=True))
     return Programs(
-        f=program("F", pieces.forward),
-        b=program("B", pieces.backward),
-        i=program("I", pieces.backward_input),
-        w=program("W", pieces.backward_weight),
-        counts=tuple(len(argument.leaves) for argument in signature),
-        outputs=replace(outputs, y=_as_traced(outputs.y, ys)),
+        f, b, i, w,
+        counts=signature.counts,
+        outputs=replace(outputs, y=outputs.y.with_avals(traced)),
         ys=tuple(ys[j].name if j in ys else None for j in range(len(outputs.y.leaves))),
         aux=aux,
         new_state=tuple(extras),
-        dps=_names(joint.dps),
-        dxs=_names(joint.dxs),
+        dps=tuple(None if node is None else node.name for node in joint.dps),
+        dxs=tuple(None if node is None else node.name for node in joint.dxs),
         saved=pieces.saved,
         kept=pieces.kept,
-        dx_avals=_avals(joint.dxs),
-        dp_avals=_avals(joint.dps),
+        grad_avals=_avals((*joint.dps, *joint.dxs)),
         memory=behind,
         fresh=_fresh(joint, behind, pieces),
         compiled=stage.compile is not None,
         label=stage.label,
-    )
+    )  # fmt: skip
 
 
-def _names(nodes: tuple[fx.Node | None, ...]) -> tuple[str | None, ...]:
-    return tuple(None if node is None else node.name for node in nodes)
-
-
-def _avals(nodes: tuple[fx.Node | None, ...]) -> dict[str, Aval]:
+def _avals(nodes: Iterable[fx.Node | None]) -> dict[str, Aval]:
     return {n.name: Aval.like(value) for n in nodes if n is not None and (value := value_of(n)) is not None}
-
-
-def _as_traced(y: AbstractTree, nodes: Mapping[int, fx.Node]) -> AbstractTree:
-    """The outputs with the strides of the traced operations."""
-    leaves = list(y.leaves)
-    for j, aval in y.avals.items():
-        value = value_of(nodes[j])
-        leaves[j] = aval if value is None else Aval.like(value, aval.grad)
-    return replace(y, leaves=tuple(leaves))
-
-
-def _program(letter: str, piece: Piece, stage: Stage, signature: Signature, captured: Mapping[str, Any]) -> Program:
-    used = {u.name for node in piece.nodes for u in node.all_input_nodes} | set(piece.outputs)
-    inside = {name: value for name, value in captured.items() if name in used}
-    inputs = [name for name in piece.inputs if name not in inside]
-    program = Program.from_nodes(letter, piece.nodes, inputs, piece.outputs, inside)
-    program = replace(program, stage=f"{stage.label} {signature}")
-    return compiled(program, inside, stage.compile) if stage.compile else program
 
 
 def _fresh(joint: Joint, behind: Mapping[str, Held], pieces: Pieces) -> frozenset[str]:
     """Gradients that alone use their storage, so that others may be added into them."""
     gradients = {n.name: n for n in joint.dps if n is not None}
     others = {*pieces.saved, *pieces.kept, *(n.name for n in joint.dxs if n is not None)} - set(gradients)
-    users = Counter(behind[name].root for n in joint.dps if n is not None and (name := n.name) in behind)
+    users = Counter(behind[n.name].root for n in joint.dps if n is not None and n.name in behind)
     users.update(behind[name].root for name in others if name in behind)
     return frozenset(
         name for name, node in gradients.items()

@@ -21,7 +21,7 @@ from ..plans.expected import expected
 from ..plans.plan import Plan
 from ..plans.sharding import Copies, Shares
 from ..plans.weaving.weave import Overlap
-from ..programs.functorch import functional
+from ..programs.internals import functional
 from ..schedule import Schedule
 from ..schedules.costs import Costs
 from ..stage import Engine, Stage, as_stage, with_defaults, without_unsafe_compilers

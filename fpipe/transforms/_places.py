@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import TransformError
-from ..programs.functorch import wrapped
+from ..programs.internals import wrapped
 from ..tree import NAMESPACE, Structure, Tree, is_floating, matches, names, tree_map
 from . import _foreach as F
 

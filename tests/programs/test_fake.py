@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from fpipe.errors import ActionError, TraceError
 from fpipe.programs import fake, graphs
-from fpipe.programs.batch_norm import spell_out
 from fpipe.programs.explain import explain, where
 from fpipe.programs.internals import mutates, operator_of
 from fpipe.programs.purity import pure_on_fakes
@@ -93,14 +92,14 @@ def test_a_fake_run_changes_nothing_and_is_quiet(caplog: pytest.LogCaptureFixtur
 def test_batch_norm_keeps_no_secrets():
     """Its kernels write into running statistics that their schemas declare as plain inputs."""
     schema = torch.ops.aten.native_batch_norm.default._schema
-    assert not schema.is_mutable, "torch declares the writes now: batch_norm.spell_out can go"
+    assert not schema.is_mutable, "torch declares the writes now: graphs.spell_out can go"
 
     def norm(x, mean, var):
         y = torch.nn.functional.batch_norm(x, mean, var, training=True)
         return y, mean, var
 
     graph = traced(norm, (4, 3), (3,), (3,))
-    spell_out(graph)
+    graphs.spell_out(graph)
     graph.recompile()
     x, mean, var = torch.randn(4, 3), torch.zeros(3), torch.ones(3)
     y, new_mean, new_var = graph(x, mean, var)

@@ -19,7 +19,7 @@ from torch import Tensor
 import fpipe
 from common import Count
 from fpipe import trace
-from fpipe.programs import joint, trace_cache
+from fpipe.programs import graphs, trace_cache
 from fpipe.programs.stage_programs import Programs
 
 torch.manual_seed(0)
@@ -685,7 +685,7 @@ def test_views_there_and_back_are_left_out_in_the_same_bits(name: str, monkeypat
     p = {"up": torch.randn(8, 4), "b": torch.randn(8), "down": torch.randn(4, 8)}
     x = torch.randn(2, 3, 4)
     own = trace(lambda p, x: stage(p, x), p, x)
-    monkeypatch.setattr(joint, "simplify", lambda graph: None)
+    monkeypatch.setattr(graphs, "simplify", lambda graph: None)
     plain = trace(lambda p, x: stage(p, x), p, x)
     count = lambda programs: sum("shape(" in line for q in (programs.f, programs.b) for line in q.code.splitlines())
     assert count(own) < count(plain)

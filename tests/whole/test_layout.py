@@ -81,9 +81,9 @@ PRIVATE_TORCH = {
     "interop.huggingface": {"_experts_implementation"},
     "plans.weaving.estimates": {"_c10d_functional", "_unsafe_view"},
     "programs.fake": {"_subclasses"},
-    "programs.functorch": {"_C", "_functorch", "_are_functorch_transforms_active"},
     "programs.internals": {
         "_ops", "_op", "_opname", "_schema", "_cdata", "_raw_saved_", "_version", "_input_metadata",
+        "_C", "_functorch", "_are_functorch_transforms_active",
     },
     "programs.marks": {"_get_sequence_nr", "_sequence_nr"},
     "programs.purity": {"_python_dispatch"},

@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 
 from torch import fx
 
-from ...programs.graphs import annotation
+from ...programs.graphs import annotation, draws
 from ...programs.marks import MARK, marked
-from ...programs.program import Program, draws
+from ...programs.program import Program
 from ...programs.stage_programs import Programs
 from .estimates import Collective, nanoseconds, started, waited
 

@@ -25,9 +25,9 @@ from torch.autograd.graph import GradientEdge
 from ...errors import StageError
 from ...stage import Remat, Stage
 from ...tree import AbstractTree, Aval, arriving
-from .. import random_streams
 from ..autocast import ambient
 from ..graphs import Held
+from ..internals import Streams, restore_streams, save_streams
 from ..program import Program
 from ..signature import Signature
 from ..stage_programs import Programs
@@ -63,7 +63,7 @@ class Replay:
     """What a stage under remat needs to run once more: its arguments and the states of the random streams."""
 
     groups: list[list[Any]]
-    random: random_streams.States
+    random: Streams
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +114,7 @@ class _Engine:
             groups[g][i] = value
         box.clear()
         if isinstance(self.stage.fn, Remat) and self.trained:
-            replay = Replay([list(group) for group in groups], random_streams.save(self.devices))
+            replay = Replay([list(group) for group in groups], save_streams(self.devices))
             with torch.no_grad():
                 outs, _ = self.recorder.record(groups, grad=False)
             return (*outs, replay)
@@ -125,12 +125,12 @@ class _Engine:
         """The recorded graph; of a stage under remat, recorded now, with the random draws of F."""
         if isinstance(held, Tape):
             return held
-        before = random_streams.save(self.devices)
-        random_streams.restore(held.random)
+        before = save_streams(self.devices)
+        restore_streams(held.random)
         try:
             return self.recorder.record(held.groups, grad=True)[1]
         finally:
-            random_streams.restore(before)
+            restore_streams(before)
 
     # ---- B, I and W ---------------------------------------------------------------------------------------------
     def _open(self, box: list[Any]) -> tuple[Tape, list[tuple[GradientEdge, torch.Tensor]]]:
@@ -208,7 +208,7 @@ class _Engine:
             dps=tuple(map(self.dps.get, range(counts[0]))),
             dxs=tuple(map(self.dxs.get, range(counts[1]))),
             saved=held, kept=kept,
-            dx_avals={name: _arriving(aval) for name, aval in dx_avals.items()},
+            grad_avals={name: _arriving(aval) for name, aval in dx_avals.items()},
             memory=self._memory({ys[j]: aval for j, aval in outputs.y.avals.items() if j not in passed} | dx_avals),
             eager=True,
             label=self.stage.label,

@@ -23,9 +23,9 @@ from ... import tree
 from ...errors import ActionError, FpipeError, StageError
 from ...stage import Remat, Stage
 from ...tree import Aval, arriving, contiguous, parts
-from .. import fake, random_streams
+from .. import fake
 from ..explain import explain, where
-from ..internals import gradient_bytes, storage_id, versions
+from ..internals import gradient_bytes, restore_streams, save_streams, storage_id, versions
 from ..purity import pure_on_fakes, pure_on_numbers
 from ..signature import Outputs, Signature, call, outputs_from, writes_into_leaf
 from .autograd_split import all_nodes, both, saved_tensors, survey
@@ -112,7 +112,7 @@ def _unknown(stage: Stage, signature: Signature, on_fakes: Exception, on_numbers
 
 def _observed(
     stage: Stage, signature: Signature, arguments: Callable[[], Groups],
-    guard: Callable[[Groups], AbstractContextManager[None]],
+    guard: Callable[[Groups], AbstractContextManager[object]],
 ) -> StageFacts:  # fmt: skip
     """Run the function once, and once more on copies where it writes into its input."""
     for copies in (False, True):
@@ -204,9 +204,9 @@ def _random_streams_restored(signature: Signature) -> Iterator[None]:
     """Restore Python's and torch's random streams afterwards."""
     before = random.getstate()
     devices = {aval.device for argument in signature for aval in argument.avals.values()}
-    states = random_streams.save({torch.device("cpu"), *devices})
+    states = save_streams({torch.device("cpu"), *devices})
     try:
         yield
     finally:
-        random_streams.restore(states)
+        restore_streams(states)
         random.setstate(before)
