@@ -23,7 +23,7 @@ from ..plan import Step
 from .estimates import LINKS
 from .search import weave
 from .segments import Segment, collectives_of, segments_of, whole
-from .weave import Task, Transfer, Weave, by_hand, in_turn
+from .weave import Task, Transfer, Weave, by_hand
 
 
 @dataclass(eq=False)
@@ -108,7 +108,7 @@ def _reason(builder: Builder, action: AnyAction, position: int, carries: bool) -
 def _in_turn(builder: Builder, reason: str) -> Weave:
     """One weave for all actions that are not woven for one reason."""
     if reason not in builder.known_weaves:
-        builder.known_weaves[reason] = in_turn(("F", "B"), (), reason)
+        builder.known_weaves[reason] = Weave(("F", "B"), (), (), (), (), reason=reason)
     return builder.known_weaves[reason]
 
 
@@ -168,7 +168,7 @@ def act_jointly(builder: Builder, action: AnyAction) -> None:
                 after.append((part, own, program, stage))
             else:
                 builder.run(part, own, program, stage)
-    function = builder.job.overlap.own
+    function = builder.job.overlap.function
     assert function is not None
     reads: list[Key] = []
     writes: list[Key] = []

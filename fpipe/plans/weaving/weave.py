@@ -44,6 +44,10 @@ class Task:
     waits: tuple[Hashable, ...] = ()
     loose: bool = False
 
+    def begin(self, clock: int, arrivals: Mapping[Hashable, int]) -> int:
+        """When it can start: all that it waits for has arrived."""
+        return max([clock, *(arrivals.get(value, 0) for value in self.waits)])
+
 
 class Moment(NamedTuple):
     """When a segment runs by the scheduler's clock."""
@@ -107,24 +111,20 @@ class Weave:
         return "\n".join(_listing(self))
 
 
-def in_turn(lines: Sequence[str], tasks: Sequence[Task], reason: str = "") -> Weave:
-    """The lines one after the other, and why."""
-    made = woven(tuple(lines), tuple(tasks), tuple(range(len(tasks))), Memory(tuple(tasks), {}))
-    return Weave(made.lines, made.tasks, made.order, made.moments, made.carried, reason=reason)
-
-
-def woven(lines: tuple[str, ...], tasks: tuple[Task, ...], order: tuple[int, ...], memory: Memory) -> Weave:
+def woven(
+    lines: tuple[str, ...], tasks: tuple[Task, ...], order: tuple[int, ...], memory: Memory, by_hand: bool = False
+) -> Weave:
     """An order with what is expected of it."""
     _, moments, carried = play(tasks, order)
     alone = memory.peak(range(len(tasks)))
-    return Weave(lines, tasks, order, tuple(moments), tuple(carried), memory.peak(order), alone)
+    return Weave(lines, tasks, order, tuple(moments), tuple(carried), memory.peak(order), alone, by_hand)
 
 
 def by_hand(
     lines: Sequence[str], tasks: Sequence[Task], entries: Sequence[Entry],
     sizes: Mapping[Hashable, tuple[Hashable, int]] | None = None,
 ) -> Weave:  # fmt: skip
-    """A weave that a person wrote, checked: every segment once, each line in its order, nothing read before it is made.
+    """A weave that a person wrote, checked: every segment once, each line in its order, each value computed before use.
 
     >>> tasks = (Task(0, "a", 1, writes=("x",)), Task(0, "b", 1, reads=("x",)), Task(1, "c", 1))
     >>> by_hand(("0F1", "0B0"), tasks, [("F", "a"), ("B", "c"), ("F", "b")]).order
@@ -134,190 +134,154 @@ def by_hand(
     if isinstance(entries, str) or not all(isinstance(e, (tuple, list)) and len(e) == 2 for e in entries):
         raise WeaveError(f"a weave is a list of (which program, which segment), not {entries!r}")
     order: list[int] = []
-    makers = {value: k for k, task in enumerate(tasks) for value in task.writes}
-    for place, entry in enumerate(entries):
-        fault, found = _next(lines, tasks, order, makers, entry)
-        if fault:
-            raise WeaveError(_marked(lines, tasks, entries, place, fault))
-        order.append(found)
-    missing = [k for k in range(len(tasks)) if k not in order]
-    if missing:
-        task = tasks[missing[0]]
-        fault = f"{lines[task.line]}'s segment {task.name!r} is missing; name every segment once"
-        raise WeaveError(_marked(lines, tasks, entries, len(entries), fault))
-    made = woven(lines, tasks, tuple(order), Memory(tasks, sizes or {}))
-    return Weave(made.lines, tasks, made.order, made.moments, made.carried, made.peak, made.alone, by_hand=True)
+    try:
+        for entry in entries:
+            order.append(_next(lines, tasks, order, entry))
+        for task in (task for k, task in enumerate(tasks) if k not in order):
+            raise WeaveError(f"{lines[task.line]}'s segment {task.name!r} is missing; name every segment once")
+    except WeaveError as error:
+        raise WeaveError(_marked(lines, entries, len(order), str(error))) from None
+    return woven(lines, tasks, tuple(order), Memory(tasks, sizes or {}), by_hand=True)
 
 
-def _next(
-    lines: tuple[str, ...], tasks: tuple[Task, ...], order: Sequence[int], makers: Mapping[Hashable, int], entry: Entry
-) -> tuple[str, int]:
-    """What is wrong with the next entry, and the task that it names."""
+def _next(lines: tuple[str, ...], tasks: tuple[Task, ...], order: Sequence[int], entry: Entry) -> int:
+    """The task that an entry names, if it can follow the order."""
     which, segment = entry
-    line = _line(lines, which)
-    if line is None:
-        return f"{which!r} is none of the lines {', '.join(lines)}; name one, by its letter or its number", -1
-    mine = [k for k, task in enumerate(tasks) if task.line == line]
-    found = [k for k in mine if tasks[k].name == segment]
-    if isinstance(segment, int) and -len(mine) <= segment < len(mine):
-        found = [mine[segment]]
-    if not found:
-        names = ", ".join(tasks[k].name for k in mine)
-        return f"{lines[line]} has no segment {segment!r}; it has {names}", -1
-    (task_number,) = found
-    task = tasks[task_number]
-    if task_number in order:
-        return f"{lines[line]}'s segment {task.name!r} comes twice; name every segment once", -1
-    before = [k for k in mine if k < task_number and k not in order and not tasks[k].loose]
-    if before and not task.loose:
-        first = tasks[before[0]].name
-        return f"{lines[line]} runs {first!r} before {task.name!r}; keep each program's order", -1
-    unmade = [makers[v] for v in task.reads if v in makers and makers[v] not in order]
-    if unmade:
-        maker = tasks[unmade[0]].name
-        return f"{lines[line]}'s {task.name!r} reads what {maker!r} makes; let that come before", -1
-    return "", task_number
+    letters = ["".join(filter(str.isalpha, name)) for name in lines]
+    matching = [k for k, name in enumerate(lines) if which in (k, name) or str(which) in letters[k]]
+    if len(matching) != 1:
+        raise WeaveError(f"{which!r} is none of the lines {', '.join(lines)}; name one, by its letter or its number")
+    name, numbers = lines[matching[0]], [k for k, task in enumerate(tasks) if task.line == matching[0]]
+    by_index = isinstance(segment, int) and -len(numbers) <= segment < len(numbers)
+    named = [numbers[segment]] if by_index else [k for k in numbers if tasks[k].name == segment]
+    if not named:
+        raise WeaveError(f"{name} has no segment {segment!r}; it has {', '.join(tasks[k].name for k in numbers)}")
+    task = tasks[named[0]]
+    if named[0] in order:
+        raise WeaveError(f"{name}'s segment {task.name!r} comes twice; name every segment once")
+    skipped = [k for k in numbers if k < named[0] and k not in order and not tasks[k].loose]
+    if skipped and not task.loose:
+        raise WeaveError(f"{name} runs {tasks[skipped[0]].name!r} before {task.name!r}; keep each program's order")
+    for maker in (t for k, t in enumerate(tasks) if k not in order and not set(task.reads).isdisjoint(t.writes)):
+        raise WeaveError(f"{name}'s {task.name!r} reads what {maker.name!r} makes; let that come before")
+    return named[0]
 
 
-def _line(lines: Sequence[str], which: str | int) -> int | None:
-    if isinstance(which, int):
-        return which if 0 <= which < len(lines) else None
-    found = [k for k, name in enumerate(lines) if name == which or which in _letters(name)]
-    return found[0] if len(found) == 1 else None
-
-
-def _letters(action: str) -> str:
-    return "".join(c for c in action if c.isalpha())
-
-
-def _marked(lines: Sequence[str], tasks: Sequence[Task], entries: Sequence[Entry], place: int, fault: str) -> str:
+def _marked(lines: Sequence[str], entries: Sequence[Entry], place: int, fault: str) -> str:
     """The fault, and the weave with the place marked."""
     shown = [f"  {'>>' if k == place else '  '} {k:3d}  {e[0]!s:8} {e[1]}" for k, e in enumerate(entries)]
     if place == len(entries):
         shown.append(f"  >> {place:3d}  (the end)")
     window = shown[max(0, place - 4) : place + 4]
-    return f"entry {place} of the weave of {' and '.join(lines)}: {fault}\n" + "\n".join(window)
+    return "\n".join([f"entry {place} of the weave of {' and '.join(lines)}: {fault}", *window])
 
 
 # ---- the clock ------------------------------------------------------------------------------------------------------
 def play(tasks: Sequence[Task], order: Sequence[int]) -> tuple[int, list[Moment], list[tuple[Transfer, Moment]]]:
     """Run an order by two clocks: one that computes, one that carries."""
-    clock = line_free = 0
-    arrive: dict[Hashable, int] = {}
+    clock = link_free = 0
+    arrivals: dict[Hashable, int] = {}
     moments, carried = [], []
     for number in order:
         task = tasks[number]
-        start = max([clock, *(arrive.get(value, 0) for value in task.waits)])
+        start = task.begin(clock, arrivals)
         clock = start + task.nanoseconds
         moments.append(Moment(start, clock))
         for transfer in task.starts:
-            begin = max(clock, line_free)
-            line_free = arrive[transfer.value] = begin + transfer.nanoseconds
-            carried.append((transfer, Moment(begin, line_free)))
-    return max(clock, line_free), moments, carried
+            begin = max(clock, link_free)
+            link_free = arrivals[transfer.value] = begin + transfer.nanoseconds
+            carried.append((transfer, Moment(begin, link_free)))
+    return max(clock, link_free), moments, carried
 
 
 class Memory:
     """Bytes of the values that cross from segment to segment, by storage."""
 
-    def __init__(self, tasks: tuple[Task, ...], sizes: Mapping[Hashable, tuple[Hashable, int]]):
-        self.sizes: dict[Hashable, int] = {}
-        self.readers: dict[Hashable, int] = {}  # storage -> mask of the tasks that look at it
-        self.made: list[list[Hashable]] = [[] for _ in tasks]
-        self.seen: list[set[Hashable]] = [set() for _ in tasks]
-        self.kept: set[Hashable] = set()
-        maker: dict[Hashable, int] = {}
+    def __init__(self, tasks: Sequence[Task], sizes: Mapping[Hashable, tuple[Hashable, int]]):
+        nbytes: dict[Hashable, int] = {}
+        computed: dict[Hashable, int] = {}  # storage -> mask of the task that computes it; none: it is there before
+        used: dict[Hashable, int] = {}  # storage -> mask of the tasks that look at it, the end one of them
+        read = {value for task in tasks for value in task.reads}
         for number, task in enumerate(tasks):
             for value in (*task.writes, *task.reads):
-                if value not in sizes:
-                    continue
-                root, nbytes = sizes[value]
-                self.sizes[root] = max(nbytes, self.sizes.get(root, 0))
-                self.readers[root] = self.readers.get(root, 0) | 1 << number
-                self.seen[number].add(root)
-                if value in task.writes and root not in maker:
-                    maker[root] = number
-                    self.made[number].append(root)
-        read = {value for task in tasks for value in task.reads}
-        self.kept = {sizes[v][0] for task in tasks for v in task.writes if v in sizes and v not in read}
-        self.first = sum(size for root, size in self.sizes.items() if root not in maker)
+                if value in sizes:
+                    storage, size = sizes[value]
+                    nbytes[storage] = max(size, nbytes.get(storage, 0))
+                    kept = value not in read
+                    used[storage] = used.get(storage, 0) | 1 << number | kept << len(tasks)
+                    if value in task.writes:
+                        computed.setdefault(storage, 1 << number)
+        self.storages = [(size, computed.get(storage, 0), used[storage]) for storage, size in nbytes.items()]
 
-    def step(self, number: int, done: int, live: int) -> tuple[int, int]:
-        """Bytes while a task runs and after it; ``done`` is the mask of the tasks before it."""
-        live += sum(self.sizes[root] for root in self.made[number])
-        after, ended = live, done | 1 << number
-        for root in self.seen[number]:
-            if root not in self.kept and self.readers[root] & ~ended == 0:
-                after -= self.sizes[root]
-        return live, after
+    def during(self, number: int, done: int) -> int:
+        """Bytes while a task runs; ``done`` is the mask of the tasks before it."""
+        there = done | 1 << number
+        return sum(size for size, computed, used in self.storages if computed & there == computed and used & ~done)
 
     def peak(self, order: Sequence[int]) -> int:
-        """The most that an order takes."""
-        live = peak = self.first
-        done = 0
+        """The most bytes that an order takes."""
+        done = peak = 0
         for number in order:
-            during, live = self.step(number, done, live)
+            peak = max(peak, self.during(number, done))
             done |= 1 << number
-            peak = max(peak, during)
         return peak
 
 
 # ---- the listing ----------------------------------------------------------------------------------------------------
-def _listing(made: Weave) -> Iterator[str]:
-    if made.reason:
-        yield f"fused actions, one after another: {made.reason}"
+def _listing(weave: Weave) -> Iterator[str]:
+    if weave.reason:
+        yield f"fused actions, one after another: {weave.reason}"
         return
     us = lambda ns: f"{ns / 1000:,.1f}"
-    how = "by hand" if made.by_hand else "woven"
+    how = "by hand" if weave.by_hand else "woven"
     yield (
-        f"{' with '.join(made.lines)}, {how}: {us(made.total)} us expected; compute {us(made.compute)}, "
-        f"communication {us(made.communication)}, one after another {us(made.one_after_another)}; crossing values "
-        f"{made.peak:,} bytes, one after another {made.alone:,}"
+        f"{' with '.join(weave.lines)}, {how}: {us(weave.total)} us expected; compute {us(weave.compute)}, "
+        f"communication {us(weave.communication)}, one after another {us(weave.one_after_another)}; crossing values "
+        f"{weave.peak:,} bytes, one after another {weave.alone:,}"
     )
-    widths = [max([len(line), *(len(t.name) for t in made.tasks if t.line == k)]) for k, line in enumerate(made.lines)]
-    yield "  ".join(["   start us", *(f"{x:{w}}" for x, w in zip(made.lines, widths, strict=True)), "on the way"])
-    arrivals = {transfer.value: (transfer, moment) for transfer, moment in made.carried}
-    for number, moment in zip(made.order, made.moments, strict=True):
-        task = made.tasks[number]
+    widths = [max(len(line), *(len(t.name) for t in weave.tasks if t.line == k)) for k, line in enumerate(weave.lines)]
+    yield "  ".join(["   start us", *(f"{x:{w}}" for x, w in zip(weave.lines, widths, strict=True)), "on the way"])
+    transfers = {transfer.value: (transfer.name, moment) for transfer, moment in weave.carried}
+    for number, moment in zip(weave.order, weave.moments, strict=True):
+        task = weave.tasks[number]
         cells = [f"{task.name if k == task.line else '':{w}}" for k, w in enumerate(widths)]
-        told = [f"{arrivals[value][0].name} here" for value in task.waits if value in arrivals]
-        told += [
-            f"{t.name} goes, {us(arrivals[t.value][1].start)} to {us(arrivals[t.value][1].end)}" for t in task.starts
-        ]
-        yield "  ".join([f"{us(moment.start):>11}", *cells, "; ".join(told)]).rstrip()
+        events = [f"{transfers[value][0]} here" for value in task.waits if value in transfers]
+        for name, (start, end) in (transfers[t.value] for t in task.starts):
+            events.append(f"{name} goes, {us(start)} to {us(end)}")
+        yield "  ".join([f"{us(moment.start):>11}", *cells, "; ".join(events)]).rstrip()
 
 
-# ---- what a pipeline is told ----------------------------------------------------------------------------------------
+# ---- the option of a pipeline ---------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Overlap:
-    """How fused actions run: ``how`` is "weave", "sequential", "function" (``own``) or "data" (``entries``).
+    """How fused actions run: ``how`` is "weave", "sequential", "function" or "data" (``entries``).
 
-    ``refused`` says, by rank and position in its row, which fused actions must not be woven, and why.
+    ``refused`` maps (rank, position in its row) to the reason why that fused action must not be woven.
 
     >>> Overlap.of("weave").how
     'weave'
     """
 
     how: str = "sequential"
-    own: Callable[..., Any] | None = None
+    function: Callable[..., Any] | None = None
     entries: tuple[Entry, ...] = ()
     refused: Mapping[tuple[int, int], str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, said: Any) -> Overlap:
-        """From what a user says: a word, a function, or a weave as data."""
-        if isinstance(said, str) and said in ("weave", "sequential"):
-            return cls(said)
-        if isinstance(said, Weave):
-            return cls("data", entries=said.entries)
-        if isinstance(said, Sequence) and not isinstance(said, str):
-            return cls("data", entries=tuple(said))
-        if callable(said):
-            return cls("function", own=said)
+    def of(cls, option: Any) -> Overlap:
+        """From the user's option: a name, a function, or a weave as data."""
+        if option in ("weave", "sequential"):
+            return cls(option)
+        if isinstance(option, Weave):
+            return cls("data", entries=option.entries)
+        if isinstance(option, Sequence) and not isinstance(option, str):
+            return cls("data", entries=tuple(option))
+        if callable(option):
+            return cls("function", option)
         raise WeaveError(
-            f"overlap={said!r}; give 'weave', 'sequential', a function of two parts that returns both results, or a "
+            f"overlap={option!r}; give 'weave', 'sequential', a function of two parts that returns both results, or a "
             "weave as data: a list of (which program, which segment)"
         )
 
 
-__all__ = ["Entry", "Memory", "Moment", "Overlap", "Task", "Transfer", "Weave", "by_hand", "in_turn", "play", "woven"]
+__all__ = ["Entry", "Memory", "Moment", "Overlap", "Task", "Transfer", "Weave", "by_hand", "play", "woven"]
