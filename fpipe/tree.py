@@ -147,6 +147,10 @@ class Aval(NamedTuple):
         inner = {name: member.build(plain) if isinstance(member, Aval) else member for name, member in members}
         return cls.__tensor_unflatten__(inner, context, torch.Size(self.shape), self.stride)  # type: ignore[attr-defined]
 
+    def arrived(self) -> Aval:
+        """The aval with the strides with which it arrives on another rank."""
+        return self._replace(stride=arriving(self.shape, self.stride))
+
     @property
     def nbytes(self) -> int:
         """Bytes of the smallest storage that holds it."""

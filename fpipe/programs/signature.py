@@ -47,6 +47,11 @@ class Signature(NamedTuple):
         """The number of leaves of each argument."""
         return tuple(len(argument.leaves) for argument in self)
 
+    @property
+    def devices(self) -> list[torch.device]:
+        """The devices of the tensors."""
+        return sorted({aval.device for argument in self for aval in argument.avals.values()}, key=str)
+
     def __str__(self) -> str:
         """Parameters and input, for messages."""
         return "(" + "; ".join(str(argument) for argument in self[:2] if argument.leaves) + ")"

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -42,32 +41,28 @@ class Fork(NamedTuple):
     edges: tuple[GradientEdge, ...]  # to parameters
 
 
-@dataclass(frozen=True)
-class Survey:
+class Survey(NamedTuple):
     """The parts of a graph.
 
-    ``forks`` are where W starts; ``late`` are the parameters whose gradients W computes, ``direct`` those of them next
-    to a fork. ``passed`` are the nodes that only I runs. ``ends`` are the ends of the graph that depend on late
-    parameters alone. ``foreign`` are leaves that are neither inputs nor parameters.
+    ``forks`` are where W starts; ``late`` are the parameters whose gradients W computes. ``passed`` are the nodes that
+    only I runs. ``ends`` are the ends of the graph that depend on late parameters alone. ``foreign`` are leaves that
+    are neither inputs nor parameters.
     """
 
     forks: tuple[Fork, ...]
     late: frozenset[int]
-    direct: Mapping[Node, int]
     passed: tuple[Node, ...]
     ends: tuple[int, ...]
     foreign: tuple[torch.Tensor, ...]
 
 
-@dataclass
-class Kept:
+class Kept(NamedTuple):
     """What W needs: the forks with what arrived there, ends with their cotangents, and the gradients computed in I."""
 
-    arrived: list[tuple[Fork, list[tuple[int, torch.Tensor]]]] = field(default_factory=list)
-    ends: list[tuple[GradientEdge, torch.Tensor]] = field(default_factory=list)
-    leaves: dict[int, GradientEdge] = field(default_factory=dict)
-    direct: Mapping[Node, int] = field(default_factory=dict)
-    early: Grads = field(default_factory=dict)
+    arrived: list[tuple[Fork, list[tuple[int, torch.Tensor]]]]
+    ends: list[tuple[GradientEdge, torch.Tensor]]
+    leaves: dict[int, GradientEdge]
+    early: Grads
 
 
 # ---- surveying -----------------------------------------------------------------------------------------------------
@@ -91,11 +86,9 @@ def survey(ends: Sequence[GradientEdge], xs: Iterable[GradientEdge], ps: Mapping
             forks.append(Fork(node, tuple(ports[node]), tuple(edges)))
         else:
             passed.append(node)
-    late = frozenset(index for index, bit in bits.items() if not bit & early)
-    owner = {edge.node: index for index, edge in ps.items() if index in late}
     return Survey(
-        tuple(forks), late,
-        {edge.node: owner[edge.node] for fork in forks for edge in fork.edges if edge.node in owner},
+        tuple(forks),
+        frozenset(index for index, bit in bits.items() if not bit & early),
         tuple(passed),
         tuple(i for i, end in enumerate(ends) if not reach[end.node] & 1 and reach[end.node] & ~early),
         tuple(foreign),
@@ -165,7 +158,8 @@ def _early(reach: Mapping[Node, int], crossing: Mapping[Node, Any], sources: Map
     """The parameters that must be computed in I, as bits."""
     early = 0
     for node, froms in sources.items():
-        if reach[node] & ~early and ((len(froms) > 1 and _forked(froms, reach)) or _hooked(node)):
+        forked = len(froms) > 1 and any(source is None or reach[source] & 1 for source in froms)
+        if reach[node] & ~early and (forked or _hooked(node)):
             early |= reach[node]
     for node, edges in crossing.items():
         if _at_once(node):
@@ -178,11 +172,6 @@ def _early(reach: Mapping[Node, int], crossing: Mapping[Node, Any], sources: Map
             if reach[node] & early:
                 early |= reach[node]
     return early
-
-
-def _forked(sources: Iterable[Node | None], reach: Mapping[Node, int]) -> bool:
-    """Whether one of the nodes is on the path to the inputs, or is none."""
-    return any(source is None or reach[source] & 1 for source in sources)
 
 
 def _at_once(node: Node) -> bool:
@@ -281,7 +270,6 @@ def of_inputs(
         [(fork, arrived[fork.node]) for fork in seen.forks if fork.node in arrived],
         [ends[place] for place in seen.ends],
         {index: ps[index] for index in ps if index in seen.late},
-        seen.direct,
         dict(zip(early, results[n:m], strict=True)),
     )
     return dict(zip(xs, results[:n], strict=True)), kept
@@ -289,7 +277,7 @@ def of_inputs(
 
 def of_weights(kept: Kept) -> Grads:
     """The gradients of the parameters; frees what was kept as it goes."""
-    grads = kept.early
+    grads, owners = kept.early, {edge.node: index for index, edge in kept.leaves.items()}
     below = kept.ends
     kept.arrived.reverse()
     while kept.arrived:
@@ -297,7 +285,7 @@ def of_weights(kept: Kept) -> Grads:
         results = _grad([(GradientEdge(fork.node, port), g) for port, g in arrived], fork.edges, keep=False)
         del arrived
         for edge, gradient in zip(fork.edges, results, strict=True):
-            index = kept.direct.get(edge.node)
+            index = owners.get(edge.node)
             if index is not None:
                 grads[index] = gradient
             elif gradient is not None:

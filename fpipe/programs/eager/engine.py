@@ -5,7 +5,7 @@
     I   from the outputs to the inputs                   W   from the forks of that path to the parameters
 
 The function may take another path with each microbatch, but shapes, dtypes and structure of its results must stay: the
-plan needs them beforehand (``shape_probe``) and F checks them (``recording``). Costs over the trace engine: the
+plan needs them beforehand (``shape_probe``) and F checks them. Costs over the trace engine: the
 function's own Python; about 0.1 ms a transformer block in I to survey the graph, and as much a linear layer in W; no
 leaf is known to be unused, so all are sent, and unused inputs get zeros. Bytes from F to I and from I to W are those
 that the shape probe found. What ``autograd_split`` cannot split is computed in I; so is everything where the function
@@ -15,25 +15,26 @@ sets hooks on tensors, which would run twice. Knows no schedules or ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
+from ... import tree
 from ...errors import StageError
 from ...stage import Remat, Stage
-from ...tree import AbstractTree, Aval, arriving
-from ..autocast import ambient
+from ...tree import AbstractLeaf, Aval, arriving
+from ..autocast import ambient, under
 from ..graphs import Held
-from ..internals import Streams, restore_streams, save_streams
+from ..internals import Streams, restore_streams, save_streams, versions
 from ..program import Program
-from ..signature import Signature
+from ..signature import Result, Signature
 from ..stage_programs import Programs
 from .autograd_split import Grads, Kept, both, of_inputs, of_weights, survey
-from .recording import Recorder, Tape, refuse_captured, until_passed, without_gaps
-from .shape_probe import StageFacts, facts_of
+from .shape_probe import facts_of, refuse_captured, refuse_writes, run_recording
 
 
 def eager_programs(stage: Stage, signature: Signature) -> Programs:
@@ -52,59 +53,39 @@ def eager_programs(stage: Stage, signature: Signature) -> Programs:
             f"stage {stage.label} has compile={stage.compile!r} and engine='eager'; only traced programs are compiled: "
             "leave compile= out, or call torch.compile inside the function"
         )
-    facts = facts_of(stage, signature)
-    check = lambda ends, xs, ps: refuse_captured(stage, survey(list(ends.values()), xs.values(), ps).foreign)
-    recorder = Recorder(stage, signature, facts.outputs, facts.passed, ambient(), until_passed(check))
-    return _Engine(recorder, facts).programs()
+    return _Engine(stage, signature).programs()
 
 
-@dataclass(frozen=True)
-class Replay:
+class Tape(NamedTuple):
+    """A recorded graph: its ends by cotangent, its leaves by index, and whether the function set hooks on tensors."""
+
+    ends: Mapping[str, GradientEdge]
+    xs: Mapping[int, GradientEdge]
+    ps: Mapping[int, GradientEdge]
+    hooked: bool
+
+
+class Replay(NamedTuple):
     """What a stage under remat needs to run once more: its arguments and the states of the random streams."""
 
     groups: list[list[Any]]
     random: Streams
 
 
-@dataclass(frozen=True, eq=False)
 class _Engine:
     """One stage's function and what is known of it; its methods are the programs."""
 
-    recorder: Recorder
-    facts: StageFacts
-
-    @property
-    def stage(self) -> Stage:
-        return self.recorder.stage
-
-    @property
-    def signature(self) -> Signature:
-        return self.recorder.signature
-
-    @cached_property
-    def dps(self) -> dict[int, str]:
-        return {i: f"dp{i}" for i in self.signature.params.wanted}
-
-    @cached_property
-    def dxs(self) -> dict[int, str]:
-        return {i: f"dx{i}" for i in self.signature.x.wanted}
-
-    @cached_property
-    def trained(self) -> bool:
-        return bool(self.dps or self.dxs)
-
-    @cached_property
-    def cotangents(self) -> tuple[str, ...]:
-        return tuple(self.facts.outputs.cotangents)
-
-    @cached_property
-    def slots(self) -> list[tuple[int, int]]:
-        """Argument and leaf of each tensor in the box of F."""
-        return [(g, i) for g, argument in enumerate(self.signature) for i in argument.avals]
-
-    @cached_property
-    def devices(self) -> list[torch.device]:
-        return sorted({a.device for argument in self.signature for a in argument.avals.values()}, key=str)
+    def __init__(self, stage: Stage, signature: Signature):
+        self.stage, self.signature = stage, signature
+        self.facts, self.autocast = facts_of(stage, signature), ambient()
+        self.dps = {i: f"dp{i}" for i in signature.params.wanted}
+        self.dxs = {i: f"dx{i}" for i in signature.x.wanted}
+        self.trained = bool(self.dps or self.dxs)
+        self.cotangents = tuple(self.facts.outputs.cotangents)
+        self.slots, self.devices = signature.slots, signature.devices
+        self.check_captured = _until_passed(
+            lambda ends, xs, ps: refuse_captured(stage, survey(list(ends.values()), xs.values(), ps).foreign)
+        )
 
     # ---- F ------------------------------------------------------------------------------------------------------
     def forward(self, box: list[Any]) -> tuple[Any, ...]:
@@ -114,43 +95,109 @@ class _Engine:
             groups[g][i] = value
         box.clear()
         if isinstance(self.stage.fn, Remat) and self.trained:
-            replay = Replay([list(group) for group in groups], save_streams(self.devices))
-            with torch.no_grad():
-                outs, _ = self.recorder.record(groups, grad=False)
-            return (*outs, replay)
-        outs, tape = self.recorder.record(groups, grad=self.trained)
+            replay = Replay(groups, save_streams(self.devices))
+            return (*self.record(groups, grad=False)[0], replay)
+        outs, tape = self.record(groups, grad=self.trained)
         return (*outs, tape) if self.trained else outs
 
     def _tape(self, held: Tape | Replay) -> Tape:
         """The recorded graph; of a stage under remat, recorded now, with the random draws of F."""
         if isinstance(held, Tape):
             return held
-        before = save_streams(self.devices)
-        restore_streams(held.random)
-        try:
-            return self.recorder.record(held.groups, grad=True)[1]
-        finally:
-            restore_streams(before)
+        with ExitStack() as stack:
+            stack.callback(restore_streams, save_streams(self.devices))
+            restore_streams(held.random)
+            return self.record(held.groups, grad=True)[1]
+
+    @torch.inference_mode(False)
+    def record(self, groups: Sequence[Sequence[Any]], grad: bool) -> tuple[tuple[Any, ...], Tape]:
+        """Outputs that are not inputs, auxiliary scalar and new state, and the graph; ``grad``: whether to record."""
+        before = list(map(versions, groups[:3]))  # not of the state, which is copied
+        arguments = [
+            [_leaf(value, leaf, grad) for value, leaf in zip(group, abstract.leaves, strict=True)]
+            for group, abstract in zip(groups[:3], self.signature, strict=False)
+        ]
+        state = [t.clone() if isinstance(t, torch.Tensor) else t for t in groups[3]]
+        hooks = RemovableHandle.next_id
+        with under(self.autocast):
+            result = run_recording(self.stage, self.signature, [*arguments, state], self.facts.outputs.copies)
+        hooked = RemovableHandle.next_id != hooks
+        self._check_writes(before, list(map(versions, groups[:3])))
+        ys, new_state = self._check(result, arguments[1])
+        live = {f"dy{j}": ys[j] for j in self.facts.outputs.y.avals} | {"daux": result.aux}
+        ends = {name: get_gradient_edge(t) for name, t in live.items() if t is not None and t.requires_grad}
+        ps, xs = (
+            {i: get_gradient_edge(argument[i]) for i in abstract.wanted} if grad else {}
+            for argument, abstract in zip(arguments, self.signature[:2], strict=False)
+        )
+        if ends:
+            self.check_captured(ends, xs, ps)
+        callers = _storages(groups)
+        fresh = [_detached(ys[j], callers) for j in self.facts.outputs.y.avals if j not in self.facts.passed]
+        aux = [] if result.aux is None else [_detached(result.aux, callers)]
+        return (*fresh, *aux, *(t.detach() for t in new_state)), Tape(ends, xs, ps, hooked)
+
+    def _check_writes(self, before: list[list[int]], after: list[list[int]]) -> None:
+        changed = [old != new for old, new in zip(before, after, strict=True)]
+        refuse_writes(changed)
+        if changed[1]:
+            raise StageError(
+                f"stage {self.stage.label} wrote into its input in place, which it did not do when the plan was made; "
+                "write x = x.clone() first"
+            )
+
+    def _check(self, result: Result, xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The leaves of output and state, which must be as the plan expects them."""
+        expected = self.facts.outputs
+        ys, spec = tree.flatten(result.y)
+        if spec != expected.y.spec:
+            raise self._differs("a pytree of another structure", spec, expected.y.spec)
+        for j, (value, leaf) in enumerate(zip(ys, expected.y.leaves, strict=True)):
+            if not isinstance(leaf, Aval):
+                if value is not leaf.value and (type(value) is not leaf.type or value != leaf.value):
+                    raise self._differs(f"output {j}", value, leaf)
+                continue
+            if not _fits(value, leaf):
+                raise self._differs(f"output {j}", tree.describe([value]), leaf)
+            if value.requires_grad and not leaf.grad:
+                raise self._differs(f"output {j}", "one that carries a gradient", "none that does")
+            if j in self.facts.passed and value is not xs[self.facts.passed[j]]:
+                raise self._differs(f"output {j}", "a new tensor", f"its input {self.facts.passed[j]}, unchanged,")
+        if expected.aux is not None and not _fits(result.aux, expected.aux):
+            raise self._differs("its auxiliary loss", tree.describe([result.aux]), expected.aux)
+        if expected.state is None:
+            return ys, []
+        states, spec = tree.flatten(result.state)
+        if spec != expected.state.spec or not all(map(_fits, states, expected.state.leaves)):
+            raise self._differs("its state", tree.describe(states), expected.state)
+        return ys, states
+
+    def _differs(self, what: str, value: object, expected: object) -> StageError:
+        return StageError(
+            f"stage {self.stage.label} returned {what} otherwise than the plan was made for: {value}, where {expected} "
+            "was expected. Shapes, dtypes, structure and numbers that leave a stage may not depend on data; if fpipe "
+            "found out the wrong ones, declare the right ones: fpipe.Stage(fn, like=lambda p, x: x)"
+        )
 
     # ---- B, I and W ---------------------------------------------------------------------------------------------
-    def _open(self, box: list[Any]) -> tuple[Tape, list[tuple[GradientEdge, torch.Tensor]]]:
-        """The tape, and its ends with their cotangents; the box begins with what F returned last, and cotangents."""
-        held, *cotangents = box[: 1 + len(self.cotangents)]
+    def _open(self, box: list[Any]) -> tuple[Tape, list[tuple[GradientEdge, torch.Tensor]], Sequence[torch.Tensor]]:
+        """The tape, its ends with their cotangents, and sums to add gradients into: the box has what F returned last,
+        the cotangents, and the sums."""
+        held, *rest = box
         box.clear()
-        tape = self._tape(held)
-        return tape, [(tape.ends[n], dy) for n, dy in zip(self.cotangents, cotangents, strict=True) if n in tape.ends]
+        tape, cotangents = self._tape(held), zip(self.cotangents, rest, strict=False)
+        return tape, [(tape.ends[n], dy) for n, dy in cotangents if n in tape.ends], rest[len(self.cotangents) :]
 
     def backward(self, box: list[Any]) -> tuple[Any, ...]:
         """B: input gradients, then parameter gradients, or the former alone where the latter are added into others."""
-        into = box[1 + len(self.cotangents) :]
-        tape, ends = self._open(box)
+        tape, ends, into = self._open(box)
         dxs, dps = both(ends, tape.xs, tape.ps)
         del tape, ends
         return (*self._input_grads(dxs), *self._weight_grads(dps, into))
 
     def backward_input(self, box: list[Any]) -> tuple[Any, ...]:
         """I: input gradients, and what W needs."""
-        tape, ends = self._open(box)
+        tape, ends, _ = self._open(box)
         seen = survey([edge for edge, _ in ends], tape.xs.values(), tape.ps, whole=tape.hooked)
         refuse_captured(self.stage, seen.foreign)
         dxs, kept = of_inputs(ends, tape.xs, tape.ps, seen)
@@ -158,8 +205,8 @@ class _Engine:
 
     def backward_weight(self, box: list[Any]) -> tuple[Any, ...]:
         """W: parameter gradients, or nothing where they are added into others."""
-        kept: Kept = box[0]
-        into = box[1:]
+        kept: Kept
+        kept, *into = box
         box.clear()
         return self._weight_grads(of_weights(kept), into)
 
@@ -181,35 +228,37 @@ class _Engine:
     # ---- all four -----------------------------------------------------------------------------------------------
     def programs(self) -> Programs:
         """The programs with their names."""
-        facts, outputs = self.facts, self.facts.outputs
+        signature, facts, outputs = self.signature, self.facts, self.facts.outputs
         dxs, dps = tuple(self.dxs.values()), tuple(self.dps.values())
         passed = {j: f"x{i}" for j, i in facts.passed.items()}
         ys = {j: passed.get(j, f"y{j}") for j in outputs.y.avals}
-        state = tuple(f"s{i}" for i in (() if outputs.state is None else outputs.state.avals))
+        states = {} if outputs.state is None else {f"s{i}": aval for i, aval in outputs.state.avals.items()}
+        aux = () if outputs.aux is None else ("aux",)
         held, kept = ("ctx",) if self.trained else (), ("kept",) if self.dps else ()
-        back = (*held, *self.cotangents)
-        results = (*(ys[j] for j in ys if j not in passed), *(["aux"] if outputs.aux else []), *state, *held)
-        f = self._program("F", self.forward, [f"{'pxkt'[g]}{i}" for g, i in self.slots], results)
+        back, results = (*held, *self.cotangents), (*(ys[j] for j in ys if j not in passed), *aux, *states, *held)
+        f = self._program("F", self.forward, signature.names, results)
         b = self._program("B", self.backward if self.trained else _nothing, back, [*dxs, *dps])
         if dxs:
             i = self._program("I", self.backward_input, back, [*dxs, *kept])
             w = self._program("W", self.backward_weight if dps else _nothing, kept, dps)
         else:  # without input gradients W is the whole backward
             i, w, kept = self._program("I", _nothing, (), ()), self._program("W", b.run, back, dps), back
-        dx_avals = {name: facts.dx.get(i, self.signature.x.avals[i]) for i, name in self.dxs.items()}
-        counts = tuple(len(argument.leaves) for argument in self.signature)
+        dx_avals = {name: facts.dx.get(i, signature.x.avals[i]) for i, name in self.dxs.items()}
+        avals = {ys[j]: aval for j, aval in outputs.y.avals.items() if j not in passed} | dx_avals | states
+        avals |= {name: signature.params.avals[i] for i, name in self.dps.items()}
+        sizes = {name: aval.nbytes for name, aval in avals.items()} | {"ctx": facts.saved, "kept": facts.kept}
         return Programs(
-            f=f, b=b, i=i, w=w,
-            counts=counts,
-            outputs=replace(outputs, y=_arriving_tree(outputs.y)),
+            f, b, i, w,
+            counts=signature.counts,
+            outputs=replace(outputs, y=outputs.y.with_avals(Aval.arrived)),
             ys=tuple(map(ys.get, range(len(outputs.y.leaves)))),
-            aux="aux" if outputs.aux is not None else None,
-            new_state=state,
-            dps=tuple(map(self.dps.get, range(counts[0]))),
-            dxs=tuple(map(self.dxs.get, range(counts[1]))),
+            aux="aux" if aux else None,
+            new_state=tuple(states),
+            dps=tuple(map(self.dps.get, range(signature.counts[0]))),
+            dxs=tuple(map(self.dxs.get, range(signature.counts[1]))),
             saved=held, kept=kept,
-            grad_avals={name: _arriving(aval) for name, aval in dx_avals.items()},
-            memory=self._memory({ys[j]: aval for j, aval in outputs.y.avals.items() if j not in passed} | dx_avals),
+            grad_avals={name: aval.arrived() for name, aval in dx_avals.items()},
+            memory={name: Held(name, nbytes) for name, nbytes in sizes.items() if nbytes is not None},
             eager=True,
             label=self.stage.label,
         )  # fmt: skip
@@ -221,23 +270,53 @@ class _Engine:
         stage = f"{self.stage.label} {self.signature}"
         return Program(letter, text, run, tuple(inputs), tuple(outputs), random=letter == "F", stage=stage)
 
-    def _memory(self, avals: Mapping[str, Aval]) -> dict[str, Held]:
-        state = self.facts.outputs.state
-        known = {**avals, **({} if state is None else {f"s{i}": aval for i, aval in state.avals.items()})}
-        known |= {name: self.signature.params.avals[i] for i, name in self.dps.items()}
-        memory = {name: Held(name, aval.nbytes) for name, aval in known.items()}
-        for name, nbytes in (("ctx", self.facts.saved), ("kept", self.facts.kept)):
-            if nbytes is not None:
-                memory[name] = Held(name, nbytes)
-        return memory
+
+def _until_passed(check: Callable[..., None]) -> Callable[..., None]:
+    """A check that is not repeated once it has passed."""
+    pending = [check]
+
+    def run(*args: object) -> None:
+        for each in pending:
+            each(*args)
+        pending.clear()
+
+    return run
 
 
-def _arriving(aval: Aval) -> Aval:
-    return aval._replace(stride=arriving(aval.shape, aval.stride))
+def _leaf(value: Any, leaf: AbstractLeaf, grad: bool) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    tensor = value.clone() if value.is_inference() else value.detach()  # a graph holds no inference tensors
+    return tensor.requires_grad_() if grad and isinstance(leaf, Aval) and leaf.grad else tensor
 
 
-def _arriving_tree(y: AbstractTree) -> AbstractTree:
-    return replace(y, leaves=tuple(_arriving(leaf) if isinstance(leaf, Aval) else leaf for leaf in y.leaves))
+def _storages(groups: Sequence[Sequence[Any]]) -> set[int]:
+    """Addresses of the caller's memory: parameters, side inputs, state."""
+    tensors = (t for g in (0, 2, 3) for t in groups[g] if type(t) in (torch.Tensor, torch.nn.Parameter))
+    return {t.untyped_storage().data_ptr() for t in tensors}
+
+
+def _detached(tensor: torch.Tensor, callers: set[int]) -> torch.Tensor:
+    """An output without its graph, copied where it is the caller's memory or has gaps."""
+    tensor = tensor.detach()
+    if tensor.untyped_storage().data_ptr() in callers and tensor.numel():
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return without_gaps(tensor)
+
+
+def without_gaps(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with the strides with which it arrives on another rank."""
+    if tensor.is_contiguous() or tensor.stride() == arriving(tensor.shape, tensor.stride()):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _fits(value: object, leaf: AbstractLeaf) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and isinstance(leaf, Aval)
+        and (tuple(value.shape), value.dtype, value.device) == (leaf.shape, leaf.dtype, leaf.device)
+    )
 
 
 def _zeros(aval: Aval) -> torch.Tensor:

@@ -10,9 +10,10 @@ existed before. Knows functions and signatures, no plans.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -21,15 +22,14 @@ from torch.autograd.graph import get_gradient_edge
 
 from ... import tree
 from ...errors import ActionError, FpipeError, StageError
-from ...stage import Remat, Stage
-from ...tree import Aval, arriving, contiguous, parts
+from ...stage import RECORDING, Remat, Stage
+from ...tree import Aval, contiguous, parts
 from .. import fake
-from ..explain import explain, where
+from ..explain import captured_gradient_error, explain, explained, where, write_error
 from ..internals import gradient_bytes, restore_streams, save_streams, storage_id, versions
 from ..purity import pure_on_fakes, pure_on_numbers
-from ..signature import Outputs, Signature, call, outputs_from, writes_into_leaf
+from ..signature import Outputs, Result, Signature, call, outputs_from, writes_into_leaf
 from .autograd_split import all_nodes, both, saved_tensors, survey
-from .recording import refuse_captured, refuse_writes, run_recording
 
 Groups: TypeAlias = list[list[Any]]
 
@@ -54,45 +54,37 @@ def facts_of(stage: Stage, signature: Signature) -> StageFacts:
     """Find out what ``stage`` returns."""
     if stage.like is not None:
         return _declared(stage, signature)
-    with _random_streams_restored(signature):
-        try:
-            with fake.quiet(), fake.mode():
-                return _observed(stage, signature, lambda: fake.inputs(signature), lambda _: pure_on_fakes(stage.label))
-        except FpipeError:
-            raise
-        except Exception as error:
-            on_fakes = error
-        try:
-            invented = lambda: [argument.map(_invented) for argument in signature]
-            guard = lambda groups: pure_on_numbers(stage.label, filter(tree.is_tensor, chain(*groups)))
-            facts = _observed(stage, signature, invented, guard)
-        except FpipeError:
-            raise
-        except Exception as error:
-            raise _unknown(stage, signature, on_fakes, error) from error
-    return _for_any_path(facts, signature)
+    errors = []
+    with ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(restore_streams, save_streams({torch.device("cpu"), *signature.devices}))
+        for create in (fake.empty, _invented):
+            try:
+                with fake.quiet(), fake.mode() if create is fake.empty else nullcontext():
+                    facts = _observed(stage, signature, create)
+            except FpipeError:
+                raise
+            except Exception as error:
+                errors.append(error)
+            else:
+                return facts if create is fake.empty else _for_any_path(facts, signature)
+    raise _unknown(stage, signature, *errors) from errors[1]
 
 
 def _declared(stage: Stage, signature: Signature) -> StageFacts:
     like = replace(stage, fn=stage.like, like=None, name=f"{stage.label} (its like=)")
-    try:
-        with fake.quiet(), fake.mode():
-            outputs = outputs_from(like, call(like, signature, fake.inputs(signature), False), False)
-    except FpipeError:
-        raise
-    except Exception as error:
-        raise explain(error, like.label, str(signature)) from error
+    with explained(like.label, str(signature)), fake.mode():
+        outputs = outputs_from(like, call(like, signature, fake.inputs(signature), False), False)
     return _for_any_path(StageFacts(outputs), signature)
 
 
 def _for_any_path(facts: StageFacts, signature: Signature) -> StageFacts:
     """What holds whichever path a function takes: any floating output may carry a gradient, none is an input."""
     trained = bool(signature.params.wanted or signature.x.wanted)
-    outputs, y = facts.outputs, facts.outputs.y
     carrying = lambda aval: aval._replace(grad=trained and aval.differentiable)
-    leaves = tuple(carrying(leaf) if isinstance(leaf, Aval) else leaf for leaf in y.leaves)
-    aux = None if outputs.aux is None else carrying(outputs.aux)
-    return replace(facts, outputs=replace(outputs, y=replace(y, leaves=leaves), aux=aux), passed={})
+    y, aux = facts.outputs.y.with_avals(carrying), facts.outputs.aux
+    outputs = replace(facts.outputs, y=y, aux=None if aux is None else carrying(aux))
+    return replace(facts, outputs=outputs, passed={})
 
 
 def _unknown(stage: Stage, signature: Signature, on_fakes: Exception, on_numbers: Exception) -> Exception:
@@ -110,16 +102,38 @@ def _unknown(stage: Stage, signature: Signature, on_fakes: Exception, on_numbers
 # ---- one run --------------------------------------------------------------------------------------------------------
 
 
-def _observed(
-    stage: Stage, signature: Signature, arguments: Callable[[], Groups],
-    guard: Callable[[Groups], AbstractContextManager[object]],
-) -> StageFacts:  # fmt: skip
+def run_recording(stage: Stage, signature: Signature, groups: Sequence[Sequence[Any]], copies: bool) -> Result:
+    """Call the function with parts under ``fpipe.remat`` as checkpoints; a stage under it as a whole without."""
+    if isinstance(stage.fn, Remat):
+        stage = replace(stage, fn=stage.fn.fn)
+    token = RECORDING.set(True)
+    try:
+        return call(stage, signature, groups, copies)
+    finally:
+        RECORDING.reset(token)
+
+
+def refuse_writes(changed: Sequence[bool]) -> None:
+    """Raise where parameters or side inputs, the first and third of the arguments, were changed."""
+    for argument, what in ((0, "a parameter"), (2, "a side input")):
+        if changed[argument]:
+            raise write_error(what)
+
+
+def refuse_captured(stage: Stage, foreign: Sequence[torch.Tensor]) -> None:
+    """Raise where a function closes over a tensor that requires a gradient."""
+    if foreign:
+        raise captured_gradient_error(stage.label, foreign[0])
+
+
+def _observed(stage: Stage, signature: Signature, create: Callable[[Aval], torch.Tensor]) -> StageFacts:
     """Run the function once, and once more on copies where it writes into its input."""
     for copies in (False, True):
-        groups = arguments()
+        groups = [argument.map(create) for argument in signature]
         before = list(map(versions, groups))
+        on_numbers = partial(pure_on_numbers, arguments=filter(tree.is_tensor, chain(*groups)))
         try:
-            with guard(groups):
+            with (pure_on_fakes if create is fake.empty else on_numbers)(stage.label):
                 result = run_recording(stage, signature, groups, copies)
         except RuntimeError as error:
             if copies or not writes_into_leaf(error):
@@ -166,8 +180,8 @@ def _with_graph(stage: Stage, facts: StageFacts, groups: Groups, outs: Sequence[
 
 def _arriving(aval: Aval) -> Aval:
     """With the strides on another rank. Where all elements are one number, a run may store it once or in full."""
-    stride = arriving(aval.shape, aval.stride)
-    return aval._replace(stride=contiguous(aval.shape) if 0 in stride else stride)
+    aval = aval.arrived()
+    return aval._replace(stride=contiguous(aval.shape)) if 0 in aval.stride else aval
 
 
 def _bytes(leaves: Iterable[Any], without: Container[int] = ()) -> int:
@@ -197,16 +211,3 @@ def _invented_plain(aval: Aval) -> torch.Tensor:
         real = torch.view_as_real(tensor) if aval.dtype.is_complex else tensor
         real.uniform_(generator=torch.Generator(aval.device).manual_seed(0))
     return tensor
-
-
-@contextmanager
-def _random_streams_restored(signature: Signature) -> Iterator[None]:
-    """Restore Python's and torch's random streams afterwards."""
-    before = random.getstate()
-    devices = {aval.device for argument in signature for aval in argument.avals.values()}
-    states = save_streams({torch.device("cpu"), *devices})
-    try:
-        yield
-    finally:
-        restore_streams(states)
-        random.setstate(before)
