@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from typing import TypeVar
 
 import click
 import torch
@@ -36,83 +38,81 @@ NAMES = {
     "bool": "bools",
 }
 _PATIENCE = timedelta(seconds=10)
+_OTHER_VALUES = "wrong values were received"
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one probe: the fact of the table that it tests, and "right" or a description of the fault."""
+    """One probe: the fact of the table that it tests, with its status, and "right" or a description of the fault."""
 
     what: str
     dtypes: str
+    status: Status
     result: str
 
-    def beside(self, can: Capabilities) -> str:
-        """The status in the table."""
-        return can.fact(self.what, DTYPES[self.dtypes][0] if self.dtypes else None).status.value
-
-    def surprises(self, can: Capabilities) -> bool:
-        """Whether the table calls native what failed."""
-        return self.result != "right" and self.beside(can) == Status.NATIVE.value
+    @property
+    def right(self) -> bool:
+        """Whether the backend did what it was asked for."""
+        return self.result == "right"
 
 
 def probe(group: C10dGroup) -> list[Finding]:
     """Probe the backend without fpipe's adaptors. A collective call, with the same findings on every process."""
-    mine = [Finding(what, dtypes, _answer(ask, group)) for what, dtypes, ask in _questions(group.size)]
-    every = group.gather_objects(mine)
-    findings = []
-    for place, finding in enumerate(mine):
-        bad = [theirs[place].result for theirs in every if theirs[place].result != "right"]
-        findings.append(Finding(finding.what, finding.dtypes, bad[0] if bad else "right"))
-    return findings
+    local = [
+        Finding(what, dtypes, group.can.fact(what, DTYPES[dtypes][0] if dtypes else None).status, _answer(ask))
+        for what, dtypes, ask in _questions(group)
+    ]
+    every = zip(*group.gather_objects(local), strict=True)
+    return [next((finding for finding in of_ranks if not finding.right), of_ranks[0]) for of_ranks in every]
 
 
-def _answer(ask: Callable[[C10dGroup], str], group: C10dGroup) -> str:
+def _answer(ask: Callable[[], str]) -> str:
     try:
-        return ask(group)
+        return ask()
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         return f"refused ({str(error).splitlines()[0][:60]})"
 
 
-def _questions(size: int) -> Iterator[tuple[str, str, Callable[[C10dGroup], str]]]:
-    for dtypes in DTYPES:
-        for name in ("sum", "avg", "max", "min"):
-            yield name, dtypes, lambda group, name=name, dtypes=dtypes: _reduced(group, name, DTYPES[dtypes][0])
-    if size > 1:
-        for dtypes in DTYPES:
-            yield "p2p", dtypes, lambda group, dtypes=dtypes: _sent(group, DTYPES[dtypes][0])
-        yield "batch", "", _batched
+def _questions(group: C10dGroup) -> Iterator[tuple[str, str, Callable[[], str]]]:
+    for name, dtypes in DTYPES.items():
+        for op in ("sum", "avg", "max", "min"):
+            yield op, name, partial(_reduced, group, op, dtypes[0])
+    if group.size > 1:
+        for name, dtypes in DTYPES.items():
+            yield "p2p", name, partial(_sent, group, dtypes[0])
+        yield "batch", "", partial(_batched, group)
 
 
 def _reduced(group: C10dGroup, name: str, dtype: torch.dtype) -> str:
-    op = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[name]
-    device = group.device(group.rank)
+    op = getattr(dist.ReduceOp, name.upper())
+    exact = {"sum": torch.sum, "avg": torch.mean, "max": torch.amax, "min": torch.amin}[name]
+    if dtype is torch.bool and name != "min":
+        exact = torch.amax
     wrong = []
     for size in SIZES:
         pieces = torch.stack([(torch.arange(size) + 2 * rank) % 3 for rank in range(group.size)]).double()
-        mine = pieces[group.rank]
-        x = (mine != 0 if dtype is torch.bool else mine.to(dtype)).to(device)
-        dist.all_reduce(x, op, group=group.pg, async_op=True).wait(_PATIENCE)  # type: ignore[union-attr]
-        truth = {"sum": pieces.sum(0), "avg": pieces.mean(0), "max": pieces.amax(0), "min": pieces.amin(0)}[name]
         if dtype is torch.bool:
-            truth = (pieces != 0).double().amin(0) if name == "min" else (pieces != 0).double().amax(0)
-        got = (x.real if dtype.is_complex else x).double().cpu()
-        if not torch.allclose(got, truth, rtol=0.02):
+            pieces = pieces.clamp(max=1)
+        x = pieces[group.rank].to(dtype).to(group.device(group.rank))
+        dist.all_reduce(x, op, group=group.pg, async_op=True).wait(_PATIENCE)  # type: ignore[union-attr]
+        result = (x.real if dtype.is_complex else x).double().cpu()
+        if not torch.allclose(result, exact(pieces, dim=0), rtol=0.02):
             wrong.append(size)
     return f"wrong at {', '.join(map(str, wrong))} elements" if wrong else "right"
 
 
 def _sent(group: C10dGroup, dtype: torch.dtype) -> str:
     """One message from each even rank to the next."""
-    device, even = group.device(group.rank), group.rank % 2 == 0
-    values = torch.arange(5) % 2
-    x = (values != 0 if dtype is torch.bool else values.float().to(dtype)).to(device)
-    if even and group.rank + 1 < group.size:
-        group.pg.send([x], group.rank + 1, 0).wait(_PATIENCE)
-    elif not even:
+    x = (torch.arange(5) % 2).float().to(dtype).to(group.device(group.rank))
+    y = x
+    if group.rank % 2:
         y = torch.empty_like(x)
         group.pg.recv([y], group.rank - 1, 0).wait(_PATIENCE)
-        return "right" if torch.equal(y.view(torch.uint8), x.view(torch.uint8)) else "wrong values were received"
-    return "right"
+    elif group.rank + 1 < group.size:
+        group.pg.send([x], group.rank + 1, 0).wait(_PATIENCE)
+    return "right" if torch.equal(y.view(torch.uint8), x.view(torch.uint8)) else _OTHER_VALUES
 
 
 def _batched(group: C10dGroup) -> str:
@@ -120,13 +120,11 @@ def _batched(group: C10dGroup) -> str:
     device, size = group.device(group.rank), group.size
     x, y = torch.full((5,), float(group.rank), device=device), torch.full((5,), -1.0, device=device)
     to, fro = (group.rank + 1) % size, (group.rank - 1) % size
-    ops = [
-        dist.P2POp(dist.isend, x, group=group.pg, group_peer=to),
-        dist.P2POp(dist.irecv, y, group=group.pg, group_peer=fro),
-    ]
-    for work in dist.batch_isend_irecv(ops):
+    operations = ((dist.isend, x, to), (dist.irecv, y, fro))
+    batch = [dist.P2POp(op, tensor, group=group.pg, group_peer=peer) for op, tensor, peer in operations]
+    for work in dist.batch_isend_irecv(batch):
         work.wait(_PATIENCE)
-    return "right" if y.tolist() == [float(fro)] * 5 else "wrong values were received"
+    return "right" if y.tolist() == [float(fro)] * 5 else _OTHER_VALUES
 
 
 # ---- report ---------------------------------------------------------------------------------------------------------
@@ -136,19 +134,19 @@ def remedies(can: Capabilities, cpu: Capabilities | None) -> list[str]:
     >>> remedies(Capabilities.of("xpu", "xccl"), None)[0]
     'mean of 32- and 64-bit floats, 16-bit floats: summed, then divided here'
     """
-    kinds_of: dict[str, dict[str, list[str]]] = {}
-    for name, dtypes in DTYPES.items():
-        for op in OPS:
-            sentence = _remedy(can, cpu, op, dtypes[0])
-            if sentence:
-                kinds_of.setdefault(sentence, {}).setdefault(NAMES[name], []).append(op)
+    pairs = ((_remedy(can, cpu, op, dtypes[0]), (NAMES[name], op)) for name, dtypes in DTYPES.items() for op in OPS)
     lines = []
-    for sentence, kinds in kinds_of.items():
-        by_ops: dict[str, list[str]] = {}
-        for name, ops in kinds.items():
-            by_ops.setdefault(", ".join(ops), []).append(name)
-        lines += [f"{ops} of {', '.join(names)}: {sentence}" for ops, names in by_ops.items()]
-    return lines + list(_roads(can, cpu))
+    for remedy, where in _grouped(pairs).items():
+        by_ops = _grouped((", ".join(ops), name) for name, ops in _grouped(where).items())
+        lines += [f"{ops} of {', '.join(names)}: {remedy}" for ops, names in by_ops.items() if remedy]
+    return lines + _of_messages(can, cpu)
+
+
+def _grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    groups: dict[K, list[V]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def _remedy(can: Capabilities, cpu: Capabilities | None, op: str, dtype: torch.dtype) -> str:
@@ -156,93 +154,70 @@ def _remedy(can: Capabilities, cpu: Capabilities | None, op: str, dtype: torch.d
         way = reduction(can, op, dtype, cpu)
     except UnsupportedError:
         return "refused with an error"
-    parts = []
-    if way.carry != dtype:
-        parts.append(f"carried as {str(way.carry).removeprefix('torch.')}")
-    if way.staged:
-        parts.append("over the CPU's backend")
-    if way.ask == "gather":
-        parts.append("gathered and reduced here")
-    elif way.divide:
-        parts.append("summed, then divided here")
-    return ", ".join(parts)
+    parts = {
+        f"carried as {str(way.carry).removeprefix('torch.')}": way.carry != dtype,
+        "over the CPU's backend": way.staged,
+        "gathered and reduced here": way.ask == "gather",
+        "summed, then divided here": way.divide and way.ask != "gather",
+    }
+    return ", ".join(part for part, applies in parts.items() if applies)
 
 
-def _roads(can: Capabilities, cpu: Capabilities | None) -> Iterator[str]:
+def _of_messages(can: Capabilities, cpu: Capabilities | None) -> list[str]:
     as_bytes = [NAMES[name] for name, dtypes in DTYPES.items() if sending(can, dtypes[0], cpu).bytes]
     way = sending(can, torch.float32, cpu)
-    if as_bytes:
-        yield f"messages of {', '.join(as_bytes)}: sent as bytes"
-    if way.staged:
-        yield "messages: through the CPU, since this backend carries no tensors of the device"
-    if not way.early:
-        yield "receives: posted when they are waited for, not ahead"
-    if way.apart:
-        yield "messages: each direction of a pair in a process group of its own"
-    if not can.habit("batch"):
-        yield "batched sends and receives: never used"
-    if not can.habit("tags"):
-        yield "tags: never used"
+    remedies = {
+        f"messages of {', '.join(as_bytes)}: sent as bytes": bool(as_bytes),
+        "messages: through the CPU, since this backend carries no tensors of the device": way.staged,
+        "receives: posted when they are waited for, not ahead": not way.early,
+        "messages: each direction of a pair in a process group of its own": way.apart,
+        "batched sends and receives: never used": not can.habit("batch"),
+        "tags: never used": not can.habit("tags"),
+    }
+    return [remedy for remedy, applies in remedies.items() if applies]
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Report:
-    """The findings of one run."""
+def visit() -> tuple[str, list[Finding]]:
+    """Probe from inside a process of a group. A collective call.
 
-    device: str
-    backend: str
-    ranks: int
-    findings: tuple[Finding, ...]
-    can: Capabilities
-    cpu: Capabilities | None
-    carried: str = ""  # how messages are sent, if not by the backend
-
-    def __str__(self) -> str:
-        lines = [
-            f"fpipe {__version__}, torch {torch.__version__}, Python {platform.python_version()}, {platform.system()}",
-            f"device    {self.device} ({kind(self.device.split(':')[0]).name}), {os.cpu_count()} cores",
-            f"backend   {self.backend}",
-            *([f"messages  {self.carried}"] if self.carried else []),
-            *self._visible(),
-            "",
-            f"probes of {self.backend}, {self.ranks} processes:",
-            *self._probed(),
-            "",
-            "remedies of fpipe:",
-            *(f"  {line}" for line in remedies(self.can, self.cpu) or ["none needed: all is native"]),
-        ]
-        surprises = [finding for finding in self.findings if finding.surprises(self.can)]
-        if surprises:
-            faults = "; ".join(f"{f.what} of {NAMES.get(f.dtypes, 'messages')}: {f.result}" for f in surprises)
-            lines += ["", f"NOT IN THE TABLE: {faults}. fpipe relies on the table: please report this"]
-        return "\n".join(lines)
-
-    def _visible(self) -> list[str]:
-        name = kind(self.device.split(":")[0]).visible
-        return [] if name is None else [f"visible   {name}={os.environ.get(name, '(not set)')}"]
-
-    def _probed(self) -> Iterator[str]:
-        rows: dict[str, dict[str, list[str]]] = {}
-        for finding in self.findings:
-            result = finding.result
-            if finding.surprises(self.can) or (result == "right") != (finding.beside(self.can) == "native"):
-                result += f" [the table says {finding.beside(self.can)}]"
-            kinds = rows.setdefault(finding.what, {}).setdefault(result, [])
-            kinds.append(NAMES.get(finding.dtypes, "sends and receives"))
-        for what, answers in rows.items():
-            for place, (result, kinds) in enumerate(answers.items()):
-                yield f"  {'' if place else what:6} {result}: {', '.join(kinds)}"
-
-
-def visit() -> Report:
-    """Probe from inside a process of a group. A collective call."""
+    Returns the report, and the findings that failed although the table calls them native.
+    """
     group = init(timeout=60)
     assert isinstance(group, C10dGroup)
-    findings = tuple(probe(group))
-    return Report(
-        str(group.device(group.rank)), group.backend, group.size, findings, group.can, group.cpu, group.carried
-    )
+    device, findings = group.device(group.rank), probe(group)
+    record = kind(device.type)
+    lines = [
+        f"fpipe {__version__}, torch {torch.__version__}, Python {platform.python_version()}, {platform.system()}",
+        f"device    {device} ({record.name}), {os.cpu_count()} cores",
+        f"backend   {group.backend}",
+        *([f"messages  {group.carried}"] if group.carried else []),
+        *([f"visible   {record.visible}={os.environ.get(record.visible, '(not set)')}"] if record.visible else []),
+        "",
+        f"probes of {group.backend}, {group.size} processes:",
+        *_table(findings),
+        "",
+        "remedies of fpipe:",
+        *(f"  {line}" for line in remedies(group.can, group.cpu) or ["none needed: all is native"]),
+    ]
+    faults = [finding for finding in findings if not finding.right and finding.status is Status.NATIVE]
+    if faults:
+        text = "; ".join(f"{f.what} of {NAMES.get(f.dtypes, 'messages')}: {f.result}" for f in faults)
+        lines += ["", f"NOT IN THE TABLE: {text}. fpipe relies on the table: please report this"]
+    return "\n".join(lines), faults
+
+
+def _table(findings: Sequence[Finding]) -> Iterator[str]:
+    rows = _grouped((finding.what, _row(finding)) for finding in findings)
+    for what, results in rows.items():
+        for place, (result, kinds) in enumerate(_grouped(results).items()):
+            yield f"  {'' if place else what:6} {result}: {', '.join(kinds)}"
+
+
+def _row(finding: Finding) -> tuple[str, str]:
+    differs = finding.right != (finding.status is Status.NATIVE)
+    note = f" [the table says {finding.status.value}]" if differs else ""
+    return finding.result + note, NAMES.get(finding.dtypes, "sends and receives")
 
 
 @click.command(name="doctor")
@@ -257,13 +232,13 @@ def command(processes: int | None) -> int:
 
     Under torchrun every process takes part, and rank 0 prints.
     """
+    prints = True
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        report = visit()
-        if int(os.environ.get("RANK", "0")) == 0:
-            click.echo(str(report))
+        report, faults = visit()
+        prints = os.environ.get("RANK", "0") == "0"
     else:
-        device = pick()
-        most = 2 if device.type == "cpu" else torch.accelerator.device_count()
-        report = launch(visit, ranks=processes or min(2, most), timeout=180)[0]
-        click.echo(str(report))
-    return int(any(finding.surprises(report.can) for finding in report.findings))
+        most = 2 if pick().type == "cpu" else torch.accelerator.device_count()
+        report, faults = launch(visit, ranks=processes or min(2, most), timeout=180)[0]
+    if prints:
+        click.echo(report)
+    return int(bool(faults))

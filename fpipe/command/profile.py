@@ -6,9 +6,11 @@ Processes run a pipeline, by default of plain blocks. The results are a table, a
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
+import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import click
@@ -81,21 +83,17 @@ def _on_rank(
     schedule: Schedule, make: tuple[str | None, int, int, int], steps: int
 ) -> tuple[Costs, Timeline, Timeline, float]:
     """In each process: the costs, the measured step of median length, its simulation, and the median time of a step."""
-    import time
-    from statistics import median
-
     import torch
 
     from ..collectives.setup import init
     from ..running.pipeline import value_and_grad
-    from ..running.profile.profiling import measure_costs
-    from ..running.profile.profiling import profile as clock
+    from ..running.profile import profiling
 
     torch.set_num_threads(1)
     group = init()
     model, *size = make
     pipe, params, *batch = _blocks(group, schedule, *size) if model is None else _model_of(model)(group, schedule)
-    price = measure_costs(pipe, params, *batch, steps=steps)
+    price = profiling.measure_costs(pipe, params, *batch, steps=steps)
     step = value_and_grad(pipe)
     step(params, *batch)
     walls, profiles = [], []
@@ -104,7 +102,7 @@ def _on_rank(
         start = time.perf_counter()
         step(params, *batch)
         walls.append(time.perf_counter() - start)
-        profiles.append(clock(step, name=schedule.name))
+        profiles.append(profiling.profile(step, name=schedule.name))
         profiles[-1](params, *batch)
     middle = sorted(profiles, key=lambda each: each.timeline.total)[len(profiles) // 2]
     return price, middle.timeline, middle.simulate(price), median(walls)
@@ -113,25 +111,23 @@ def _on_rank(
 def _blocks(group: Any, schedule: Schedule, width: int, tokens: int, blocks: int) -> tuple[Any, ...]:
     """A pipeline of blocks of LayerNorm, Linear, GELU, Linear and a residual."""
     import torch
-    from torch.nn.functional import gelu, layer_norm, linear
+    from torch import nn
+    from torch.func import functional_call
 
     from ..running.pipeline import pipeline
 
-    def stage(params: Any, x: Any) -> Any:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    pure = block()
+
+    def stage(params: list[dict[str, torch.Tensor]], x: torch.Tensor) -> torch.Tensor:
         for p in params:
-            h = layer_norm(x, x.shape[-1:], p["norm"], p["shift"])
-            x = x + linear(gelu(linear(h, p["up"], p["up_bias"])), p["down"], p["down_bias"])
+            x = x + functional_call(pure, p, x)
         return x
 
-    def block() -> dict[str, torch.Tensor]:
-        return {
-            "norm": torch.ones(width), "shift": torch.zeros(width),
-            "up": torch.randn(4 * width, width) * width**-0.5, "up_bias": torch.zeros(4 * width),
-            "down": torch.randn(width, 4 * width) * 0.5 * width**-0.5, "down_bias": torch.zeros(width),
-        }  # fmt: skip
-
     torch.manual_seed(0)
-    params = [[block() for _ in range(blocks)] for _ in range(schedule.stages)]
+    params = [[block().state_dict() for _ in range(blocks)] for _ in range(schedule.stages)]
     x = torch.randn(schedule.microbatches, tokens, width)
     pipe = pipeline([stage] * schedule.stages, schedule, loss=lambda y, t: (y - t).square().mean(), group=group)
     return pipe, pipe.place(params), x, x
@@ -140,12 +136,9 @@ def _blocks(group: Any, schedule: Schedule, width: int, tokens: int, blocks: int
 def _model_of(where: str) -> Callable[..., Any]:
     """The function named by --model."""
     file, _, name = where.rpartition(":")
-    spec = importlib.util.spec_from_file_location("fpipe_profiled", file)
-    if spec is None or spec.loader is None:
+    if not file.endswith(".py"):
         raise StageError(f"--model {where}: {file} is not a Python file; give FILE.py:FUNCTION")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    function = getattr(module, name, None)
+    function = runpy.run_path(file, run_name="fpipe_profiled").get(name)
     if not callable(function):
         raise StageError(f"--model {where}: {file} has no function {name!r}; give FILE.py:FUNCTION")
     return function
