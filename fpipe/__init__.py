@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """fpipe: pipeline parallelism as a function, and its gradient as a transform of it.
 
-This is the public face: a table of names, and nothing else. A name loads its module when it is first used, so that
-``import fpipe`` takes milliseconds and schedules can be made, checked and drawn where torch is not even installed.
+This module is a table of the public names. A name loads its module when it is first used: ``import fpipe`` takes
+milliseconds, and schedules can be built, checked and drawn without torch.
 
 >>> import fpipe
 >>> fpipe.Schedule.parse("[0F0, 0B0]").ranks
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-#: module -> the public names that it brings, parted by blanks. The block below tells type checkers the same.
+#: module -> its public names, separated by blanks. The block below is the same for type checkers.
 _TABLE = {
     "collectives.local": "local",
     "collectives.setup": "init",
@@ -44,7 +44,7 @@ _TABLE = {
     " mean_over muon optimistic partition scale scale_by_schedule sgd skip_nonfinite"
     " sum_tied weight_decay",
 }
-#: public modules and packages, as in ``fpipe.errors``: name -> where it is
+#: public modules and packages, as in ``fpipe.errors``: name -> path in the package
 _MODULES = {
     "devices": "devices",
     "errors": "errors",
@@ -64,21 +64,7 @@ if TYPE_CHECKING:
     from .collectives.local import local as local
     from .collectives.setup import init as init
     from .command.launch import launch as launch
-    from .errors import ActionError as ActionError
-    from .errors import BatchError as BatchError
-    from .errors import DeadlockError as DeadlockError
-    from .errors import FpipeError as FpipeError
-    from .errors import GroupError as GroupError
-    from .errors import LaunchError as LaunchError
-    from .errors import MismatchError as MismatchError
-    from .errors import PeerError as PeerError
-    from .errors import ScheduleError as ScheduleError
-    from .errors import StageError as StageError
-    from .errors import StalledError as StalledError
-    from .errors import TraceError as TraceError
-    from .errors import TransformError as TransformError
-    from .errors import UnsupportedError as UnsupportedError
-    from .errors import WeaveError as WeaveError
+    from .errors import *
     from .generators import make_schedule as make_schedule
     from .generators import register_schedule as register_schedule
     from .generators import schedule_names as schedule_names
@@ -92,50 +78,16 @@ if TYPE_CHECKING:
     from .running.derived.forward_mode import hvp as hvp
     from .running.derived.forward_mode import jvp as jvp
     from .running.derived.per_example import per_example as per_example
-    from .running.microbatches import Microbatches as Microbatches
     from .running.padding import pad as pad
-    from .running.pipeline import Pipeline as Pipeline
-    from .running.pipeline import grad as grad
-    from .running.pipeline import pipeline as pipeline
-    from .running.pipeline import value_and_grad as value_and_grad
-    from .running.pipeline import vjp as vjp
-    from .running.pipeline import weighted as weighted
+    from .running.pipeline import *
     from .running.profile.profiling import measure_costs as measure_costs
     from .running.profile.profiling import profile as profile
-    from .schedule import Action as Action
-    from .schedule import Fused as Fused
-    from .schedule import Placement as Placement
-    from .schedule import Schedule as Schedule
+    from .schedule import *
     from .schedules.costs import Costs as Costs
     from .schedules.timeline import Timeline as Timeline
     from .stage import Stage as Stage
     from .stage import remat as remat
-    from .transforms import Transform as Transform
-    from .transforms import accumulate as accumulate
-    from .transforms import adamw as adamw
-    from .transforms import add_noise as add_noise
-    from .transforms import apply_updates as apply_updates
-    from .transforms import cast as cast
-    from .transforms import chain as chain
-    from .transforms import clip_by_global_norm as clip_by_global_norm
-    from .transforms import clip_by_value as clip_by_value
-    from .transforms import dynamic_loss_scale as dynamic_loss_scale
-    from .transforms import ema as ema
-    from .transforms import from_torch as from_torch
-    from .transforms import global_norm as global_norm
-    from .transforms import identity as identity
-    from .transforms import lion as lion
-    from .transforms import masked as masked
-    from .transforms import mean_over as mean_over
-    from .transforms import muon as muon
-    from .transforms import optimistic as optimistic
-    from .transforms import partition as partition
-    from .transforms import scale as scale
-    from .transforms import scale_by_schedule as scale_by_schedule
-    from .transforms import sgd as sgd
-    from .transforms import skip_nonfinite as skip_nonfinite
-    from .transforms import sum_tied as sum_tied
-    from .transforms import weight_decay as weight_decay
+    from .transforms import *
 else:
     __all__ = sorted({*_FACE, *_MODULES})
 

@@ -20,8 +20,6 @@
 A message names the value, the rule it broke and the remedy. This module knows nothing of the rest.
 """
 
-from __future__ import annotations
-
 
 class FpipeError(Exception):
     """Base of all deliberate errors.

@@ -24,6 +24,8 @@ from .schedules.simulation import simulate_rows
 from .schedules.text import format_csv, format_rows, parse_csv, parse_rows
 from .schedules.timeline import Timeline
 
+__all__ = ["Action", "Fused", "Placement", "Schedule"]
+
 
 @dataclass(frozen=True, repr=False)
 class Schedule:

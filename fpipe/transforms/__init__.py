@@ -14,22 +14,21 @@ This package must not know schedules or how a pipeline runs: it reduces over ran
 [{'w': tensor([0.8990, 0.8990, 0.8990])}, None]
 """
 
-from ._base import Transform, apply_updates, chain, identity, stateless
-from ._over import Over
+from ._base import Transform, apply_updates, chain, identity
 from .averaging import accumulate, ema
 from .combining import masked, partition
-from .finite import all_finite, dynamic_loss_scale, skip_nonfinite
+from .finite import dynamic_loss_scale, skip_nonfinite
 from .gathering import mean_over, sum_tied
 from .newton_schulz import muon
 from .norms import clip_by_global_norm, clip_by_value, global_norm
-from .optimism import Optimistic, optimistic
+from .optimism import optimistic
 from .optimizers import adamw, lion, sgd
 from .scaling import add_noise, cast, scale, scale_by_schedule, weight_decay
 from .torch_optim import from_torch
 
 __all__ = [
-    "Optimistic", "Over", "Transform", "accumulate", "adamw", "add_noise", "all_finite", "apply_updates",
+    "Transform", "accumulate", "adamw", "add_noise", "apply_updates",
     "cast", "chain", "clip_by_global_norm", "clip_by_value", "dynamic_loss_scale", "ema", "from_torch",
     "global_norm", "identity", "lion", "masked", "mean_over", "muon", "optimistic", "partition", "scale",
-    "scale_by_schedule", "sgd", "skip_nonfinite", "stateless", "sum_tied", "weight_decay",
+    "scale_by_schedule", "sgd", "skip_nonfinite", "sum_tied", "weight_decay",
 ]  # fmt: skip
