@@ -8,8 +8,10 @@ submodules of other stages, and takes its input where its first layer would. Thi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,7 +20,6 @@ from torch.func import functional_call
 from ..errors import StageError
 from ..stage import remat
 from ._pure import Claim, Pure, clone
-from ._router_loss import Router, Totals
 
 SIDES = ("attention_mask", "position_ids", "position_embeddings")
 
@@ -51,13 +52,22 @@ def is_rotary(module: nn.Module) -> bool:
 # ---- stand-ins -------------------------------------------------------------------------------------------------------
 
 
-class _Skip(nn.Module):
-    """In place of a layer of another stage: returns its input, or ``value`` instead."""
+class _Call(NamedTuple):
+    """What one call of a stage passes to modules inside the model."""
 
-    value: torch.Tensor | None = None
+    hidden: Any  # the input of the stage's first layer
+    embeddings: Any  # rotary embeddings: a pair of tensors, or one pair per type of layer; None where none are passed
+    router_logits: list[torch.Tensor]  # filled in by the decoder
+
+
+_CALL: ContextVar[_Call] = ContextVar("_CALL")
+
+
+class _Skip(nn.Module):
+    """In place of a layer of another stage: returns its input."""
 
     def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        return hidden_states if self.value is None else self.value
+        return hidden_states
 
 
 class _ZeroEmbedding(nn.Module):
@@ -70,17 +80,28 @@ class _ZeroEmbedding(nn.Module):
 class _Rotary(nn.Module):
     """Returns the embeddings passed as a side input, or computes them."""
 
-    value: Any = None  # a pair of tensors, or one pair per type of layer
-
     def __init__(self, module: nn.Module):
         super().__init__()
         self.module = module
 
     def forward(self, x: Any, position_ids: Any = None, layer_type: str | None = None, **kwargs: Any) -> Any:
-        if self.value is None:
-            kwargs |= {} if layer_type is None else {"layer_type": layer_type}
-            return self.module(x, position_ids=position_ids, **kwargs)
-        return self.value if layer_type is None else self.value[layer_type]
+        kind = {} if layer_type is None else {"layer_type": layer_type}
+        embeddings = _CALL.get().embeddings
+        if embeddings is None:
+            return self.module(x, position_ids=position_ids, **kwargs, **kind)
+        return embeddings if layer_type is None else embeddings[layer_type]
+
+
+def _enter(forward: Callable[..., Any], hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a stage's first layer, on the stage's input."""
+    return forward(_CALL.get().hidden, *args, **kwargs)
+
+
+def _with_router_logits(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The forward of a decoder that keeps its routers' logits, whatever the model around it asks for."""
+    out = forward(*args, **kwargs | {"output_router_logits": True})
+    _CALL.get().router_logits[:] = out.router_logits or ()
+    return out
 
 
 def with_stand_ins(model: nn.Module, span: tuple[int, int], last: bool, config: Any) -> nn.Module:
@@ -113,6 +134,67 @@ def with_stand_ins(model: nn.Module, span: tuple[int, int], last: bool, config: 
     return copy
 
 
+# ---- the auxiliary loss of routers -----------------------------------------------------------------------------------
+# transformers' load-balancing loss multiplies two sums over all layers, so it is not a sum of losses of single stages:
+# the sums are passed on with the activations, and the last stage multiplies.
+
+
+class Totals(NamedTuple):
+    """Tokens sent to each expert, the sum of each expert's probability, and rows counted, over the layers so far."""
+
+    tokens: torch.Tensor
+    probabilities: torch.Tensor
+    rows: int | torch.Tensor  # a tensor where a mask decides
+
+
+class Router(NamedTuple):
+    """The number of experts, how many each token uses, and the weight of the loss."""
+
+    experts: int
+    top_k: int
+    coefficient: float
+
+    def start(self, device: torch.device) -> Totals:
+        """Totals of no layer."""
+        zeros = torch.zeros(self.experts, dtype=torch.float32, device=device)
+        return Totals(zeros, zeros, 0)
+
+    def add(self, totals: Totals, logits: Sequence[torch.Tensor], mask: torch.Tensor | None) -> Totals:
+        """Totals with more layers; rows that the mask (batch, length) leaves out are not counted."""
+        tokens, probabilities, rows = totals
+        for layer in logits:
+            shares = nn.functional.softmax(layer, dim=-1)
+            _, chosen = torch.topk(shares, self.top_k, dim=-1)
+            hits = (chosen.unsqueeze(-1) == torch.arange(self.experts, device=layer.device)).sum(1).float()
+            shares = shares.float()
+            if mask is not None:
+                keep = mask.reshape(-1, 1).to(torch.float32)
+                hits, shares = hits * keep, shares * keep
+            tokens = tokens + hits.sum(0)
+            probabilities = probabilities + shares.sum(0)
+            rows = rows + (layer.shape[0] if mask is None else mask.sum().to(torch.float32))
+        return Totals(tokens, probabilities, rows)
+
+    def loss(self, totals: Totals) -> torch.Tensor:
+        """The loss with its coefficient.
+
+        >>> router = Router(experts=2, top_k=1, coefficient=0.5)
+        >>> float(router.loss(router.add(router.start(torch.device("cpu")), [torch.zeros(4, 2)], None)))
+        0.5
+        """
+        tokens, probabilities, rows = totals
+        return self.coefficient * self.experts * torch.sum((tokens / rows) * (probabilities / rows))
+
+
+def router_of(model: nn.Module) -> Router:
+    """The router of a causal model, from the attributes that these models have in common."""
+    names = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
+    experts, top_k, coefficient = (getattr(model, name, None) for name in names)
+    if experts is None or top_k is None or coefficient is None:
+        raise StageError(f"{type(model).__name__} has no router loss to add; say aux_loss=False")
+    return Router(experts, top_k, coefficient)
+
+
 # ---- a stage ---------------------------------------------------------------------------------------------------------
 
 
@@ -126,73 +208,35 @@ class DecoderPart(Pure):
         super().__init__(module, claim, sides=SIDES, state=(), name=name)
         self.inner, layers = decoder_of(module)
         self.prefix = next((f"{name}." for name, child in module.named_children() if child is self.inner), "")
-        self.entry = _entry(layers, *span)
-        self.rotary = [child for child in self.inner.children() if isinstance(child, _Rotary)]
-        self.router_logits: list[torch.Tensor] = []
+        if not self.first:
+            entry = layers[min(span[0], len(layers) - 1)]  # a stand-in, for a stage without layers
+            entry.forward = partial(_enter, entry.forward)
         if router is not None:
-            _collect_router_logits(self.inner, self.router_logits)
+            self.inner.forward = partial(_with_router_logits, self.inner.forward)
 
     def call(self, tensors: dict[str, torch.Tensor], x: Any, side: Mapping[str, Any]) -> Any:
         """Run the layers on token ids, or on the output of the stage before."""
         hidden, totals = (x[0], Totals(*x[1:])) if isinstance(x, tuple) else (x, None)
-        y = self._output(tensors, hidden, side)
+        call = _Call(hidden, side.get("position_embeddings"), [])
+        token = _CALL.set(call)
+        try:
+            y = self._output(tensors, hidden, side)
+        finally:
+            _CALL.reset(token)
         if self.router is None:
             return y
         mask = side.get("attention_mask")
         mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
-        totals = self.router.add(totals or self.router.start(y.device), self.router_logits, mask)
-        self.router_logits.clear()
+        totals = self.router.add(totals or self.router.start(y.device), call.router_logits, mask)
         return (y, self.router.loss(totals)) if self.last else (y, *totals)
 
     def _output(self, tensors: dict[str, torch.Tensor], hidden: torch.Tensor, side: Mapping[str, Any]) -> torch.Tensor:
         keywords: dict[str, Any] = {name: side.get(name) for name in ("attention_mask", "position_ids")}
         keywords |= {"use_cache": False, "return_dict": True}
         keywords |= {} if self.router is None else {"output_router_logits": False}  # no loss of a few layers alone
-        if self.first and not hidden.is_floating_point():
-            keywords["input_ids"] = hidden
-        else:
-            keywords["inputs_embeds"] = hidden
-            self.entry.value = None if self.first else hidden
-        for rotary in self.rotary:
-            rotary.value = side.get("position_embeddings")
-        module = self.module if self.last else self.inner
-        if not self.last:
-            tensors = {n.removeprefix(self.prefix): t for n, t in tensors.items() if n.startswith(self.prefix)}
-        try:
-            out = functional_call(module, tensors, (), keywords, tie_weights=False)
-        finally:
-            self.entry.value = None
-            for rotary in self.rotary:
-                rotary.value = None
-        return out.logits if self.last and self.prefix else out.last_hidden_state
-
-
-def _collect_router_logits(inner: nn.Module, logits: list[torch.Tensor]) -> None:
-    """Have the decoder put its routers' logits into a list at each call, whatever the model around it asks for."""
-
-    def request(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        return args, {**keywords, "output_router_logits": True}
-
-    def collect(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        logits[:] = out.router_logits or ()
-
-    inner.register_forward_pre_hook(request, with_kwargs=True)
-    inner.register_forward_hook(collect)
-
-
-def _entry(layers: nn.ModuleList, low: int, high: int) -> _Skip:
-    """The module whose ``value`` is a stage's input: before its first layer or, without layers, in place of one."""
-    if low == high and isinstance(before := layers[low - 1], _Skip):
-        return before
-    entry = _Skip()
-
-    def enter(layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        if entry.value is None:
-            return None
-        if args:
-            return (entry.value, *args[1:]), keywords
-        return args, {**keywords, "hidden_states": entry.value}
-
-    if low < high:
-        layers[low].register_forward_pre_hook(enter, with_kwargs=True)
-    return entry
+        keywords["input_ids" if self.first and not hidden.is_floating_point() else "inputs_embeds"] = hidden
+        if self.last:
+            out = functional_call(self.module, tensors, (), keywords, tie_weights=False)
+            return out.logits if self.prefix else out.last_hidden_state
+        tensors = {n.removeprefix(self.prefix): t for n, t in tensors.items() if n.startswith(self.prefix)}
+        return functional_call(self.inner, tensors, (), keywords, tie_weights=False).last_hidden_state

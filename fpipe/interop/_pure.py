@@ -15,16 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import tree
 from ..errors import StageError
 from ..stage import Engine, Stage
-from ._modes import without_modes
-
-_HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks",
-)  # fmt: skip
 
 
 def clone(module: nn.Module, replacements: Mapping[nn.Module, nn.Module] | None = None) -> nn.Module:
@@ -35,32 +31,27 @@ def clone(module: nn.Module, replacements: Mapping[nn.Module, nn.Module] | None 
     >>> clone(nn.Linear(2, 3)).weight.device
     device(type='meta')
     """
-    return _clone(module, dict(replacements or {}), {})
+    clones, empty = dict(replacements or {}), dict[int, nn.Parameter]()
 
+    def without_data(parameter: nn.Parameter) -> nn.Parameter:
+        if id(parameter) not in empty:
+            meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            empty[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+        return empty[id(parameter)]
 
-def _clone(module: nn.Module, clones: dict[nn.Module, nn.Module], empty: dict[int, nn.Parameter]) -> nn.Module:
-    if module in clones:
+    def copy(module: nn.Module) -> nn.Module:
+        if module not in clones:
+            clones[module] = object.__new__(type(module))
+            hooks = {name: v.copy() for name, v in vars(module).items() if "hooks" in name and isinstance(v, dict)}
+            clones[module].__dict__.update(
+                vars(module) | hooks,
+                _buffers=dict(module._buffers),
+                _parameters={name: p if p is None else without_data(p) for name, p in module._parameters.items()},
+                _modules={name: m if m is None else copy(m) for name, m in module._modules.items()},
+            )
         return clones[module]
-    copy = clones[module] = object.__new__(type(module))
-    copy.__dict__.update(module.__dict__)
-    for hooks in _HOOKS:
-        if hooks in copy.__dict__:
-            copy.__dict__[hooks] = type(copy.__dict__[hooks])(copy.__dict__[hooks])
-    copy.__dict__["_buffers"] = dict(module._buffers)
-    copy.__dict__["_parameters"] = {name: _without_data(p, empty) for name, p in module._parameters.items()}
-    copy.__dict__["_modules"] = {
-        name: None if child is None else _clone(child, clones, empty) for name, child in module._modules.items()
-    }
-    return copy
 
-
-def _without_data(parameter: nn.Parameter | None, empty: dict[int, nn.Parameter]) -> nn.Parameter | None:
-    if parameter is None:
-        return None
-    if id(parameter) not in empty:
-        meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        empty[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
-    return empty[id(parameter)]
+    return copy(module)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -97,21 +88,15 @@ def claims(model: nn.Module, used: Sequence[Iterable[str]]) -> list[Claim]:
     group = {name: first.setdefault(id(parameter), name) for name, parameter in parameters.items()}
     names = [[name for name in stage if name in parameters] for stage in used]
     stages = Counter(shared for stage in names for shared in {group[name] for name in stage})
-    return [_claim(stage, parameters, group, stages) for stage in names]
-
-
-def _claim(
-    names: Sequence[str], parameters: Mapping[str, nn.Parameter], group: Mapping[str, str], stages: Mapping[str, int]
-) -> Claim:
-    key: dict[str, str] = {}  # by group, the first name that this stage uses
-    aliases = {name: key.setdefault(group[name], name) for name in names}
-    return Claim(
-        params={name: parameters[name].detach() for name in key.values()},
-        aliases=aliases,
-        frozen=tuple(name for name in key.values() if not parameters[name].requires_grad),
-        ties=tuple((name, shared) for shared, name in key.items() if stages[shared] > 1),
-        groups=tuple(key),
-    )
+    result: list[Claim] = []
+    for stage in names:
+        key: dict[str, str] = {}  # by group, the first name that this stage uses
+        aliases = {name: key.setdefault(group[name], name) for name in stage}
+        params = {name: parameters[name].detach() for name in key.values()}
+        frozen = tuple(name for name in params if not parameters[name].requires_grad)
+        ties = tuple((name, shared) for shared, name in key.items() if stages[shared] > 1)
+        result.append(Claim(params, aliases, frozen, ties, groups=tuple(key)))
+    return result
 
 
 def running(module: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
@@ -135,7 +120,7 @@ def running(module: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
 class Pure:
     """Runs a clone with parameters and state passed in; the base of stage functions.
 
-    Subclasses define ``call``. Buffers that are not state are constants: they are moved to where the parameters are
+    Subclasses may define ``call``. Buffers that are not state are constants: they are moved to where the parameters are
     (once per device), and a forward that replaces one is refused.
     """
 
@@ -146,7 +131,10 @@ class Pure:
         self.constants = {name: value for name, value in buffers.items() if name not in set(state)}
         self._moved: dict[torch.device, dict[str, torch.Tensor]] = {}
         self.__qualname__ = name
-        self.__signature__ = _signature(bool(state), sides)
+        names = ("params", "state", "x") if state else ("params", "x")
+        positional = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in names]
+        keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in sides]
+        self.__signature__ = inspect.Signature([*positional, *keywords])
 
     def stage(self, claim: Claim, *, engine: Engine | None = None, aux_loss: bool = False) -> Stage:
         """This function as a Stage with the frozen and tied parameters of the claim."""
@@ -157,7 +145,8 @@ class Pure:
 
     def __call__(self, params: Mapping[str, torch.Tensor], *rest: Any, **side: Any) -> Any:
         state, x = rest if self.initial_state is not None else ({}, *rest)
-        constants = self.constants_on(_device(params, x))
+        leaves = (leaf for leaf in (*params.values(), *tree.leaves(x)) if isinstance(leaf, torch.Tensor))
+        constants = self.constants_on(next((leaf.device for leaf in leaves), None))
         tensors = {name: params[key] for name, key in self.aliases.items()} | constants
         tensors |= {name: value.clone() for name, value in state.items()}  # norms update their statistics in place
         y = self.call(tensors, x, side)
@@ -171,25 +160,13 @@ class Pure:
 
     def call(self, tensors: dict[str, torch.Tensor], x: Any, side: Mapping[str, Any]) -> Any:
         """Run the module on x with these parameters and buffers."""
-        raise NotImplementedError
+        return functional_call(self.module, tensors, (x,), dict(side), tie_weights=False)
 
     def constants_on(self, device: torch.device | None) -> dict[str, torch.Tensor]:
         """The constant buffers on a device."""
         if device is None or all(value.device == device for value in self.constants.values()):
             return self.constants
         if device not in self._moved:
-            with without_modes():  # real copies, also during a trace
+            with _disable_current_modes():  # real copies, also if the first call is a trace with fake tensors
                 self._moved[device] = {name: value.to(device) for name, value in self.constants.items()}
         return self._moved[device]
-
-
-def _device(params: Mapping[str, torch.Tensor], x: Any) -> torch.device | None:
-    tensors = (leaf for leaf in (*params.values(), *tree.leaves(x)) if isinstance(leaf, torch.Tensor))
-    return next((tensor.device for tensor in tensors), None)
-
-
-def _signature(state: bool, sides: Sequence[str]) -> inspect.Signature:
-    names = ("params", "state", "x") if state else ("params", "x")
-    positional = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in names]
-    keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in sides]
-    return inspect.Signature([*positional, *keywords])

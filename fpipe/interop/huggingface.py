@@ -18,9 +18,8 @@ from torch import nn
 from ..errors import StageError
 from ..generators.balancing import estimate, spread
 from ..stage import Stage
-from ._decoder import DecoderPart, decoder_of, is_rotary, with_stand_ins
-from ._pure import Claim, claims, is_experts
-from ._router_loss import router_of
+from ._decoder import DecoderPart, decoder_of, is_rotary, router_of, with_stand_ins
+from ._pure import claims, is_experts
 
 
 def stages(
@@ -65,7 +64,12 @@ def _parts(
     router = router_of(model) if aux_loss else None
     modules = [with_stand_ins(model, span, s == len(spans) - 1, config) for s, span in enumerate(spans)]
     owned = claims(model, [[n for n, _ in m.named_parameters(remove_duplicate=False)] for m in modules])
-    _check_complete(model, owned)
+    missing = {name for name, _ in model.named_parameters()} - {group for claim in owned for group in claim.groups}
+    if missing:
+        raise StageError(
+            f"no stage uses {min(missing)!r} of {type(model).__name__}; the layer list does not separate what comes "
+            "before from what comes after, so write its stages as functions"
+        )
     parts: list[Stage] = []
     for (low, high), module, claim in zip(spans, modules, owned, strict=True):
         last, name = len(parts) == len(spans) - 1, f"{type(model).__name__}[{low}:{high}]"
@@ -141,12 +145,3 @@ def _config(model: nn.Module, experts: str | None) -> tuple[Any, bool]:
     config: Any = copy.copy(model.config)
     config._experts_implementation = chosen
     return config, chosen == "batched_mm" or (chosen == "grouped_mm" and grouped)
-
-
-def _check_complete(model: nn.Module, owned: Sequence[Claim]) -> None:
-    missing = {name for name, _ in model.named_parameters()} - {group for claim in owned for group in claim.groups}
-    if missing:
-        raise StageError(
-            f"no stage uses {min(missing)!r} of {type(model).__name__}; the layer list does not separate what comes "
-            "before from what comes after, so write its stages as functions"
-        )

@@ -9,24 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.func import functional_call
 
 from ..errors import StageError
 from ..stage import Stage
 from ._pieces import pieces
 from ._pure import Pure, claims, clone, running
-
-
-class ModulePart(Pure):
-    """A piece of a module's forward as a stage function."""
-
-    def call(self, tensors: dict[str, torch.Tensor], x: Any, side: Mapping[str, Any]) -> Any:
-        """Run the piece."""
-        return functional_call(self.module, tensors, (x,), dict(side), tie_weights=False)
 
 
 def from_module(
@@ -69,7 +59,7 @@ def from_module(
     for graph, piece, claim, (low, high) in zip(graphs, parts, owned, edges, strict=True):
         buffers = [name for name, _ in graph.named_buffers(remove_duplicate=False) if name in changing]
         name = f"{type(model).__name__}[{low}:{high}]"
-        stages.append(ModulePart(graph, claim, sides=piece.sides, state=buffers, name=name).stage(claim))
+        stages.append(Pure(graph, claim, sides=piece.sides, state=buffers, name=name).stage(claim))
     _check_state(stages)
     return stages, [claim.params for claim in owned]
 

@@ -8,9 +8,9 @@ attributes and does not import torchtitan.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,8 +29,7 @@ from .modules import from_module
 COUNTS = ("*.tokens_per_expert",)
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """What ``fpipe.pipeline`` and ``fpipe.from_module`` need of a configuration."""
 
     schedule: Schedule
@@ -51,8 +50,15 @@ def settings(model: nn.Module, job_config: Any) -> Settings:
     """
     section = job_config.parallelism
     ranks, csv = section.pipeline_parallel_degree, section.pipeline_parallel_schedule_csv
-    microbatches = _microbatches(job_config.training.local_batch_size, section.pipeline_parallel_microbatch_size)
-    layers = _layers(model)
+    batch, size = job_config.training.local_batch_size, section.pipeline_parallel_microbatch_size
+    if size < 1 or batch % size:
+        raise BatchError(
+            f"local_batch_size={batch} is no multiple of pipeline_parallel_microbatch_size={size}; change one of them"
+        )
+    blocks = getattr(model, "layers", None)
+    if not isinstance(blocks, (nn.ModuleList, nn.ModuleDict)):
+        raise StageError(f"{type(model).__name__} has no `layers` as torchtitan's models have; use fpipe.from_module")
+    layers, microbatches = len(blocks), batch // size
     parts = getattr(section, "module_fqns_per_model_part", None)
     less = (section.pipeline_parallel_first_stage_less_layers, section.pipeline_parallel_last_stage_less_layers)
     stages = len(parts) if parts else _stages(layers, sum(less), section.pipeline_parallel_layers_per_stage, ranks)
@@ -124,21 +130,6 @@ def names_per_part(stages: int, layers: int, first_less: int = 1, last_less: int
 
 
 # ---- inside ---------------------------------------------------------------------------------------------------------
-
-
-def _microbatches(batch: int, size: int) -> int:
-    if size < 1 or batch % size:
-        raise BatchError(
-            f"local_batch_size={batch} is no multiple of pipeline_parallel_microbatch_size={size}; change one of them"
-        )
-    return batch // size
-
-
-def _layers(model: nn.Module) -> int:
-    layers = getattr(model, "layers", None)
-    if not isinstance(layers, (nn.ModuleList, nn.ModuleDict)):
-        raise StageError(f"{type(model).__name__} has no `layers` as torchtitan's models have; use fpipe.from_module")
-    return len(layers)
 
 
 def _stages(layers: int, extra: int, per_stage: int | None, ranks: int) -> int | None:

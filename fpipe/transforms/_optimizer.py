@@ -40,7 +40,7 @@ class Step(NamedTuple):
     decay: float
     donate: bool
     at: Places  # of all leaves
-    index: Sequence[int]  # of these leaves among all
+    positions: list[int]  # of these leaves among all
     grads: Column
     params: Column  # of None where nothing decays
     decays: list[bool]
@@ -73,16 +73,16 @@ def optimizer(
         return state_type(count(), *(zeros(params, dtype) for _ in range(moments)))
 
     def update(at: Places, state: State, params: Params) -> tuple[Column, State]:
-        number, trees, index = state.step + 1, state[1 : 1 + moments], range(len(at.leaves))
+        number, trees, positions = state.step + 1, state[1 : 1 + moments], list(range(len(at.leaves)))
         columns = [at.of(tree, "the state") for tree in trees]
-        weights, decays = [None] * len(index), [False] * len(index)
+        weights, decays = [None] * len(positions), [False] * len(positions)
         if decay:
             weights, decays = weights_of(at, params, f"{name} with weight decay"), flags(at, mask, params)
         step = partial(Step, number, rate_at(lr, state.step), decay, donate, at)
         kernel = lambda _, *parts: arithmetic(step(*parts[:4]), *parts[4:])
         us = at.leaves
         if us:
-            us, *columns = by_kind(kernel, columns[0] if moments else us, index, us, weights, decays, *columns)
+            us, *columns = by_kind(kernel, columns[0] if moments else us, positions, us, weights, decays, *columns)
         return us, state_type(number, *(at.tree(column, tree) for column, tree in zip(columns, trees, strict=True)))
 
     return leafwise(init, update, donates=donate)

@@ -49,20 +49,15 @@ class Sharded(Over, Protocol):
     def unshard(self, parts: Sequence[Any]) -> list[Any]: ...
 
 
-def copies_of(over: Over | None) -> Copies | None:
-    """The copies of a pipeline, where it has any; an ``Over`` need not have the attribute."""
-    return getattr(over, "copies", None)
-
-
 def shards_of(over: Over | None) -> Group | None:
     """The group whose processes hold shards of the same leaves (``zero=``); None where leaves are whole."""
-    copies = copies_of(over)
+    copies: Copies | None = getattr(over, "copies", None)  # an Over need not have the attribute
     return copies.group if copies is not None and copies.cut else None
 
 
 def own_leaves(over: Over | None) -> tuple[Group, tuple[str, ...]] | None:
     """For copies with whole leaves of which some differ (``own=``): their group, and patterns of those leaves."""
-    copies = copies_of(over)
+    copies: Copies | None = getattr(over, "copies", None)
     return None if copies is None or copies.cut or not copies.own else (copies.group, copies.own)
 
 
@@ -91,38 +86,45 @@ def board_device(tree: Tree, over: Over | None) -> torch.device:
     return next((leaf.device for leaf in leaves(tree) if isinstance(leaf, Tensor)), torch.device("cpu"))
 
 
+def wide(device: torch.device) -> torch.dtype:
+    """The dtype in which a device adds numbers up."""
+    return torch.float64 if device.type in DOUBLE_DEVICES else torch.float32
+
+
 class Board(NamedTuple):
     """Numbers by slot that every process reads alike; 0 where no process has one.
 
     Several processes may fill one slot, replicas of a stage, with the same bits: the sum is divided by their number.
 
-    >>> Board(3, torch.device("cpu"), None).complete({0: torch.tensor(2.0), 2: torch.tensor(0.5)}).tolist()
-    [2.0, 0.0, 0.5]
+    >>> Board([1, 2], torch.device("cpu"), None, torch.float32).complete({1: torch.tensor([2.0, 0.5])}).tolist()
+    [0.0, 2.0, 0.5]
     """
 
-    slots: int
+    sizes: Sequence[int]  # how many numbers each slot holds
     device: torch.device
     over: Over | None
+    dtype: torch.dtype
 
     @classmethod
     def of_stages(cls, tree: Tree, over: Over | None) -> Board:
-        """A board with a slot for each stage."""
-        slots = len(stages_here(tree, None)) if over is None else over.stages
-        return cls(slots, board_device(tree, over), over)
+        """A board with one number for each stage."""
+        stages, device = len(stages_here(tree, None)) if over is None else over.stages, board_device(tree, over)
+        return cls([1] * stages, device, over, wide(device))
 
     def part(self, values: Mapping[int, Tensor]) -> Tensor:
         """What one process adds to the sum that is the board: its values, and which slots it filled."""
-        kind = {"dtype": torch.float64 if self.device.type in DOUBLE_DEVICES else torch.float32, "device": self.device}
-        blank = torch.zeros((), **kind)
-        row = torch.stack([values[slot].to(**kind) if slot in values else blank for slot in range(self.slots)])
-        return torch.stack([row, torch.tensor([float(slot in values) for slot in range(self.slots)], **kind)])
+        rows = [torch.zeros(size, device=self.device, dtype=self.dtype) for size in self.sizes]
+        for slot, value in values.items():
+            rows[slot] = value.reshape(-1).to(self.device, self.dtype)
+        filled = [float(slot in values) for slot in range(len(rows))]
+        return torch.cat([*rows, torch.tensor(filled, device=self.device, dtype=self.dtype)])
 
     def complete(self, values: Mapping[int, Tensor]) -> Tensor:
         """The board from the values of all processes."""
         part = self.part(values)
-        return self.whole(part if self.over is None else self.over.all_sum(part))
+        return part[: sum(self.sizes)] if self.over is None else self.whole(self.over.all_sum(part))
 
-    @staticmethod
-    def whole(total: Tensor) -> Tensor:
+    def whole(self, total: Tensor) -> Tensor:
         """The board from the sum of its parts."""
-        return total[0] / total[1].clamp(min=1)
+        size, sizes = sum(self.sizes), torch.tensor(self.sizes, device=self.device)
+        return total[:size] / total[size:].clamp(min=1).repeat_interleave(sizes, output_size=size)

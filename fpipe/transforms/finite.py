@@ -8,6 +8,7 @@ is made in Python and therefore waits for the device. This module must not know 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -53,15 +54,10 @@ def all_finite(tree: Updates, over: Over | None = None) -> bool:
 def _bad(tree: Updates, device: torch.device) -> Tensor:
     """The number of leaves on this process that are not finite."""
     nonempty = [leaf.detach() for leaf in places(tree).leaves if leaf.numel()]
-    fine = map_kinds(_fine, nonempty)
+    fine = map_kinds(lambda leaves: list(torch.stack(F.norms(leaves, math.inf)).isfinite().unbind()), nonempty)
     if not fine:
         return torch.zeros((), device=device)
     return (~torch.stack([flag.to(device) for flag in fine])).sum().to(torch.float32)
-
-
-def _fine(leaves: list[Tensor]) -> list[Tensor]:
-    peaks = F.norms(leaves, math.inf)
-    return list(torch.stack(peaks).isfinite().unbind()) if peaks else []
 
 
 def skip_nonfinite(*, over: Over | None = None) -> Transform:
@@ -128,21 +124,19 @@ def dynamic_loss_scale(
             f"a loss scale needs init_scale > 0, growth >= 1, 0 < backoff <= 1 and interval >= 1"
         )
 
-    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
-        if not all_finite(grads, over):
-            return None, LossScaleState(state.scale * backoff, torch.zeros_like(state.good), state.skipped + 1)
-        at = places(grads)
-        with torch.no_grad():
-            unscaled = at.tree(scaled(at.leaves, 1.0 / state.scale.item()))
-        return unscaled, _after_good(state, growth, interval)
-
-    return Transform(lambda params: LossScaleState(torch.tensor(float(init_scale)), count(), count()), update)
+    init = lambda params: LossScaleState(torch.tensor(float(init_scale)), count(), count())
+    return Transform(init, partial(_unscaled, growth, backoff, interval, over))
 
 
-def _after_good(state: LossScaleState, growth: float, interval: int) -> LossScaleState:
-    good = state.good + 1
-    if good.item() < interval:
-        return LossScaleState(state.scale, good, state.skipped)
-    grown = state.scale * growth
-    scale = grown if math.isfinite(grown.item()) else state.scale
-    return LossScaleState(scale, torch.zeros_like(good), state.skipped)
+def _unscaled(
+    growth: float, backoff: float, interval: int, over: Over | None, grads: Updates, state: State, params: Params = None
+) -> tuple[Updates, State]:
+    if not all_finite(grads, over):
+        return None, LossScaleState(state.scale * backoff, torch.zeros_like(state.good), state.skipped + 1)
+    at, good, scale = places(grads), state.good + 1, state.scale
+    with torch.no_grad():
+        unscaled = at.tree(scaled(at.leaves, 1.0 / scale.item()))
+    if good.item() >= interval:
+        good, grown = torch.zeros_like(good), scale * growth
+        scale = grown if math.isfinite(grown.item()) else scale
+    return unscaled, LossScaleState(scale, good, state.skipped)

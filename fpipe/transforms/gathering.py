@@ -7,6 +7,7 @@ One reduction per dtype, of all leaves as one flat tensor. This module must not 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from ..collectives.group import Group
 from ..errors import TransformError
 from ..tree import names
 from ._base import Params, State, Transform, Updates, on_leaves
-from ._over import Board, Over, board_device, shards_of
+from ._over import Board, Over, board_device, shards_of, wide
 from ._places import map_kinds, places
 from .norms import Tied
 
@@ -34,8 +35,6 @@ def mean_over(group: Group, *, dtype: torch.dtype | None = None) -> Transform:
     """
 
     def kernel(leaves: list[Tensor]) -> list[Tensor]:
-        if not leaves:
-            return []
         flat = torch.cat([leaf.detach().reshape(-1) for leaf in leaves])
         mean = group.all_reduce(flat if dtype is None else flat.to(dtype), "mean").to(flat.dtype)
         parts = mean.split([leaf.numel() for leaf in leaves])
@@ -77,36 +76,21 @@ def sum_tied(tied: Tied | None = None, *, over: Over | None = None) -> Transform
     if len(slots) < len(copies):
         raise TransformError(f"tied={groups} names a leaf twice; write all copies of one parameter as one group")
 
-    def init(params: Params) -> State:
-        return _measured(params, groups, slots, over)
-
-    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
-        at = places(grads)
-        here = {name: index for index, name in enumerate(names(grads)) if name in slots}
-        values = {slots[name]: at.leaves[index].detach() for name, index in here.items()}
-        rows = _exchange(values, state, board_device(grads, over), over)
-        after = list(at.leaves)
-        for group in groups:
-            first, *others = (rows[slots[name]] for name in group)
-            total = sum(others, start=first)
-            for index in (here[name] for name in group if name in here):
-                old = at.leaves[index]
-                after[index] = total.to(old.device, old.dtype).view(old.shape)
-        return at.tree(after), state
-
-    return Transform(init, update)
+    return Transform(partial(_measured, groups, slots, over), partial(_summed, groups, slots, over))
 
 
 def _measured(
-    params: Params, groups: Sequence[Sequence[str]], slots: Mapping[str, int], over: Over | None
+    groups: Sequence[Sequence[str]], slots: Mapping[str, int], over: Over | None, params: Params
 ) -> TiedState:
     """The sizes of all copies, which are checked, and whether one is float64."""
     device, here = board_device(params, over), dict(zip(names(params), places(params).leaves, strict=True))
-    copies = {slot: here[name] for name, slot in slots.items() if name in here}
-    sizes = {slot: torch.tensor(float(leaf.numel())) for slot, leaf in copies.items()}
-    double = {slot: torch.tensor(float(leaf.dtype == torch.float64)) for slot, leaf in copies.items()}
-    rows = [Board(len(slots), device, over).complete(values) for values in (sizes, double)]
-    state = TiedState(rows[0].to("cpu", torch.int64), rows[1].cpu().any())
+    facts = {
+        slot: torch.tensor([float(here[name].numel()), float(here[name].dtype == torch.float64)])
+        for name, slot in slots.items()
+        if name in here
+    }
+    rows = Board([2] * len(slots), device, over, wide(device)).complete(facts).view(-1, 2).cpu()
+    state = TiedState(rows[:, 0].to(torch.int64), rows[:, 1].any())
     elements = state.sizes.tolist()
     for group in groups:
         counts = {name: elements[slots[name]] for name in group}
@@ -118,13 +102,20 @@ def _measured(
     return state
 
 
-def _exchange(values: Mapping[int, Tensor], state: TiedState, device: torch.device, over: Over | None) -> list[Tensor]:
-    """Every copy's gradient, flat, on every process: a board whose slots are as long as the copies."""
-    dtype, sizes = torch.float64 if state.double.item() else torch.float32, state.sizes.tolist()
-    empty = [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
-    rows = [values[slot].reshape(-1).to(device, dtype) if slot in values else zero for slot, zero in enumerate(empty)]
-    if over is None or not rows:
-        return rows
-    filled = torch.tensor([float(slot in values) for slot in range(len(sizes))], dtype=dtype, device=device)
-    *rows, filled = over.all_sum(torch.cat([*rows, filled])).split([*sizes, len(sizes)])
-    return [row / times for row, times in zip(rows, filled.clamp(min=1), strict=True)]
+def _summed(
+    groups: Sequence[Sequence[str]], slots: Mapping[str, int], over: Over | None,
+    grads: Updates, state: State, params: Params = None,
+) -> tuple[Updates, State]:  # fmt: skip
+    at, sizes = places(grads), state.sizes.tolist()
+    here = {name: index for index, name in enumerate(names(grads)) if name in slots}
+    values = {slots[name]: at.leaves[index].detach() for name, index in here.items()}
+    dtype = torch.float64 if state.double.item() else torch.float32
+    rows = Board(sizes, board_device(grads, over), over, dtype).complete(values).split(sizes)
+    after = list(at.leaves)
+    for group in groups:
+        first, *others = (rows[slots[name]] for name in group)
+        total = sum(others, start=first)
+        for index in (here[name] for name in group if name in here):
+            old = at.leaves[index]
+            after[index] = total.to(old.device, old.dtype).view(old.shape)
+    return at.tree(after), state

@@ -87,7 +87,7 @@ def _muon(
     ms = F.lerp(ms, gs, 1 - momentum, inplace=step.donate)
     us = F.lerp(gs, ms, momentum) if nesterov else ms
     stages = step.at.stages()
-    alike = [(stages[index], u.shape) for index, u in zip(step.index, us, strict=True)]
+    alike = [(stages[position], u.shape) for position, u in zip(step.positions, us, strict=True)]
     rates = [-step.rate * _adjusted(u.shape, adjust) for u in us]
     return step.decayed(F.mul(map_kinds(orthogonal, us, keys=alike), rates, inplace=True)), ms
 

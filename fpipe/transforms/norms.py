@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple, TypeAlias, cast
 
 import torch
@@ -19,7 +20,7 @@ from ..errors import TransformError
 from ..tree import Tree, matches, names
 from . import _foreach as F
 from ._base import Params, Speculation, State, Transform, Updates, on_leaves
-from ._over import DOUBLE_DEVICES, Board, Over, Sharded, board_device, own_leaves, shards_of, stages_here
+from ._over import Board, Over, Sharded, board_device, own_leaves, shards_of, stages_here, wide
 from ._places import map_kinds, places, recording
 from .scaling import scaled
 
@@ -68,18 +69,11 @@ class Norm(NamedTuple):
         if skip:
             at = places(tree)
             tree = at.keep([name not in skip for name in names(tree)])
-        nonempty: list[Tensor] = []
-        ends: dict[int, slice] = {}
-        for stage, part in stages_here(tree, self.over).items():
-            start = len(nonempty)
-            nonempty += [leaf for leaf in places(part).leaves if leaf.numel()]
-            ends[stage] = slice(start, len(nonempty))
-        if self.exact:
-            each = [_by_rows(leaf.reshape(-1), self.p) for leaf in nonempty]
-        else:
-            each = map_kinds(lambda xs: F.norms(xs, self.p), nonempty)
-        device = board_device(tree, self.over)
-        return {stage: self._joined(each[leaves], device) for stage, leaves in ends.items()}
+        kernel = lambda xs: [_by_rows(x.reshape(-1), self.p) for x in xs] if self.exact else F.norms(xs, self.p)
+        stages, device = stages_here(tree, self.over), board_device(tree, self.over)
+        parts = {stage: [leaf for leaf in places(part).leaves if leaf.numel()] for stage, part in stages.items()}
+        norms = iter(map_kinds(kernel, [leaf for part in parts.values() for leaf in part]))
+        return {stage: self._joined([next(norms) for _ in part], device) for stage, part in parts.items()}
 
     def _all_shares(self, tree: Tree, shards: Group | None) -> dict[int, Tensor]:
         """The norm of each stage here over the copies that hold shards of it, or leaves that differ."""
@@ -108,7 +102,7 @@ class Norm(NamedTuple):
 
     def _over_shards(self, share: Tensor, shards: Group) -> Tensor:
         # in one dtype everywhere: a process without elements of a stage does not know the dtype of its leaves
-        share = share.to(torch.float64 if share.device.type in DOUBLE_DEVICES else torch.float32)
+        share = share.to(wide(share.device))
         if math.isinf(self.p):
             return shards.all_reduce(share, "max")
         return shards.all_reduce(share.pow(self.p), "sum").pow(1 / self.p)
@@ -117,9 +111,7 @@ class Norm(NamedTuple):
         """The norm of a vector from the norms of its parts, in their order."""
         if not norms:
             return torch.zeros((), device=device)
-        dtype = norms[0].dtype
-        for norm in norms:
-            dtype = torch.promote_types(dtype, norm.dtype)
+        dtype = reduce(torch.promote_types, [norm.dtype for norm in norms])
         return torch.linalg.vector_norm(torch.stack([norm.to(device, dtype) for norm in norms]), self.p)
 
 
@@ -207,7 +199,8 @@ def _unclipped(options: Norm, max_norm: float) -> Speculation:
             return Board.of_stages(grads, options.over).part(options.shares(grads))
 
     def confirm(total: Tensor, state: State) -> State:
-        norm = torch.linalg.vector_norm(Board.whole(total), options.p)
+        board = Board([1] * (len(total) // 2), total.device, options.over, total.dtype)
+        norm = torch.linalg.vector_norm(board.whole(total), options.p)
         return ClipState(norm) if _factor(norm, max_norm).item() == 1 else None
 
     return Speculation(measure, confirm, options.over)

@@ -10,12 +10,13 @@ schedule.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..collectives.group import Done, Work
+from ..collectives.group import Done
 from ..errors import TransformError
 from ._base import Params, Speculation, State, Transform, Updates, apply_updates
 from ._over import Over, own_leaves, shards_of
@@ -23,22 +24,15 @@ from ._over import Over, own_leaves, shards_of
 V = TypeVar("V")
 
 
-class _Pending(NamedTuple):
-    """A transform whose speculation is not confirmed yet."""
-
-    speculation: Speculation
-    state: State
-    part: Tensor  # this process's summand
+#: Updates under the assumption, this process's summands, and the state as a function of their sums.
+_Guess: TypeAlias = tuple[Updates, list[Tensor], Callable[[Iterator[Tensor]], State]]
 
 
-class _Guess(NamedTuple):
-    """Updates under the assumption, and how the state follows from the states of the pending transforms."""
-
-    updates: Updates
-    pending: list[_Pending]
-    rebuild: Callable[[Iterator[State]], State]
+class _WrongAssumptionError(Exception):
+    """A transform would have changed the gradients."""
 
 
+@dataclass(eq=False, repr=False)
 class Step:
     """An optimizer step whose assumption may not be settled: ``params`` can be used at once.
 
@@ -49,11 +43,10 @@ class Step:
     ([tensor([0.])], True)
     """
 
-    def __init__(
-        self, params: Params, state: State = None, settle: Callable[[], tuple[bool, Params, State]] | None = None
-    ):
-        self.params = params
-        self._state, self._settle, self._right = state, settle, True
+    params: Params
+    _state: State = None
+    _settle: Callable[[], tuple[bool, Params, State]] | None = None
+    _right: bool = True
 
     def settle(self) -> bool:
         """Wait for the sum; whether the assumption was right, on all processes alike.
@@ -85,20 +78,21 @@ class Optimistic(NamedTuple):
     def update(self, grads: Updates, state: State, params: Params) -> Step:
         """Update under the assumption, and begin to verify it."""
         tx, over = self
-        guess = _guess(tx, grads, state, params, over)
-        after, work = apply_updates(params, guess.updates), None
-        if guess.pending:
-            parts = torch.cat([each.part.reshape(-1) for each in guess.pending])
-            work = Done((parts,)) if over is None else over.group.start_reduce(parts)
+        guess, summands, confirm = _guess(tx, grads, state, params, over)
+        after, work = apply_updates(params, guess), None
+        if summands:
+            flat = torch.cat([part.reshape(-1) for part in summands])
+            work = Done((flat,)) if over is None else over.group.start_reduce(flat)
 
         def settle() -> tuple[bool, Params, State]:
-            states = [] if work is None else _confirm(guess.pending, work)
-            if all(each is not None for each in states):
-                return True, after, guess.rebuild(iter(states))
-            updates, other = tx.update(grads, state, params)
-            return False, apply_updates(params, updates), other
+            sums = () if work is None else work.wait()[0].split([part.numel() for part in summands])
+            try:
+                return True, after, confirm(part.view(like.shape) for part, like in zip(sums, summands, strict=True))
+            except _WrongAssumptionError:
+                updates, other = tx.update(grads, state, params)
+                return False, apply_updates(params, updates), other
 
-        return Step(after, settle=settle)
+        return Step(after, None, settle)
 
     def first(self, params: Params, state: State = None) -> Step:
         """A settled step, from which a loop starts; ``state`` is that of a checkpoint, by default a new one."""
@@ -146,40 +140,36 @@ def optimistic(tx: Transform, over: Over | None = None) -> Optimistic:
     return Optimistic(tx, over)
 
 
-def _confirm(pending: list[_Pending], work: Work) -> list[State]:
-    """The states after the step, by the sum for which this waits; None for a wrong assumption."""
-    (total,) = work.wait()
-    sums = total.split([each.part.numel() for each in pending])
-    return [
-        each.speculation.confirm(part.view(each.part.shape), each.state)
-        for each, part in zip(pending, sums, strict=True)
-    ]
-
-
 def _guess(tx: Transform, grads: Updates, state: State, params: Params, over: Over | None) -> _Guess:
     if tx.parts and len(tx.parts) == len(state):
         return _guess_chain(tx, grads, state, params, over)
-    part = _speculated(tx.speculation, grads, over)
-    if tx.speculation is not None and part is not None:
-        return _Guess(grads, [_Pending(tx.speculation, state, part)], next)
-    updates, after = tx.update(grads, state, params)
-    return _Guess(updates, [], lambda _: after)
+    speculation, summand = tx.speculation, _summand(tx.speculation, grads, over)
+    if speculation is None or summand is None:
+        updates, after = tx.update(grads, state, params)
+        return updates, [], lambda sums: after
+
+    def confirm(sums: Iterator[Tensor]) -> State:
+        after = speculation.confirm(next(sums), state)
+        if after is None:
+            raise _WrongAssumptionError
+        return after
+
+    return grads, [summand], confirm
 
 
 def _guess_chain(tx: Transform, grads: Updates, state: State, params: Params, over: Over | None) -> _Guess:
-    pending: list[_Pending] = []
-    rebuild: list[Callable[[Iterator[State]], State]] = []
-    for part, part_state in zip(tx.parts, state, strict=True):
-        guess = _Guess(None, [], lambda _, unchanged=part_state: unchanged)
+    summands: list[Tensor] = []
+    confirms: list[Callable[[Iterator[Tensor]], State]] = []
+    for part, before in zip(tx.parts, state, strict=True):
+        confirm, more = lambda sums, unchanged=before: unchanged, []
         if grads is not None:
-            guess = _guess(part, grads, part_state, params, over)
-        grads = guess.updates
-        pending += guess.pending
-        rebuild.append(guess.rebuild)
-    return _Guess(grads, pending, lambda states: tuple(each(states) for each in rebuild))
+            grads, more, confirm = _guess(part, grads, before, params, over)
+        summands += more
+        confirms.append(confirm)
+    return grads, summands, lambda sums: tuple(confirm(sums) for confirm in confirms)
 
 
-def _speculated(speculation: Speculation | None, grads: Updates, over: Over | None) -> Tensor | None:
+def _summand(speculation: Speculation | None, grads: Updates, over: Over | None) -> Tensor | None:
     """This process's summand; None where the transform has to run."""
     if speculation is None or shards_of(over) is not None or own_leaves(over) is not None:
         return None  # over copies a norm is several sums, one after another

@@ -6,6 +6,7 @@ This module must not know what an optimizer does, only that its state is a dict 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +15,9 @@ from torch import Tensor
 from ..errors import TransformError
 from ..tree import Tree, is_floating, tree_map
 from . import _foreach as F
-from ._base import Params, State, Transform, Updates
+from ._base import Params, State, Transform, leafwise
 from ._optimizer import weights_of
-from ._places import map_kinds, places
+from ._places import Column, Places, map_kinds
 
 
 class TorchState(NamedTuple):
@@ -50,33 +51,25 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **options: Any) -> Transf
     def init(params: Params) -> State:
         return TorchState(tree_map(lambda leaf: {} if is_floating(leaf) else None, params))
 
-    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
-        at = places(grads)
-        if not at.leaves:
-            return grads, state
-        before = [leaf.detach() for leaf in weights_of(at, params, "from_torch")]
-        memories = at.of(state.memory, "the state")
-        with torch.no_grad():
-            after = map_kinds(F.copies, before)
-        memories = _step(optimizer, options, after, at.leaves, memories)
-        with torch.no_grad():
-            values = [leaf.data for leaf in after]
-            updates = map_kinds(lambda xs, ps: F.add(xs, ps, -1, inplace=True), values, before)
-        return at.tree(updates), TorchState(at.tree(memories, base=state.memory))
-
-    return Transform(init, update)
+    return leafwise(init, partial(_step, optimizer, options))
 
 
 def _step(
-    optimizer: type[torch.optim.Optimizer], options: dict[str, Any], params: list[Tensor], grads: list[Tensor],
-    memories: list[dict[str, Any]],
-) -> list[dict[str, Any]]:  # fmt: skip
-    """One step, which changes ``params``; what the optimizer keeps for each of them."""
-    for leaf, gradient in zip(params, grads, strict=True):
+    optimizer: type[torch.optim.Optimizer], options: dict[str, Any], at: Places, state: State, params: Params
+) -> tuple[Column, State]:
+    if not at.leaves:
+        return [], state
+    before = [leaf.detach() for leaf in weights_of(at, params, "from_torch")]
+    with torch.no_grad():
+        after = map_kinds(F.copies, before)
+    for leaf, gradient in zip(after, at.leaves, strict=True):
         leaf.grad = gradient.detach().to(leaf.dtype)
-    instance = optimizer(params, **options)
-    for leaf, memory in zip(params, memories, strict=True):
+    instance = optimizer(after, **options)
+    for leaf, memory in zip(after, at.of(state.memory, "the state"), strict=True):
         if memory:
             instance.state[leaf] = {key: v.clone() if isinstance(v, Tensor) else v for key, v in memory.items()}
     instance.step()
-    return [dict(instance.state.get(leaf, {})) for leaf in params]
+    memories = [dict(instance.state.get(leaf, {})) for leaf in after]
+    with torch.no_grad():
+        updates = map_kinds(lambda xs, ps: F.add(xs, ps, -1, inplace=True), [leaf.data for leaf in after], before)
+    return updates, TorchState(at.tree(memories, base=state.memory))

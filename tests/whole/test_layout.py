@@ -72,11 +72,7 @@ TORCH_FREE = {name for name, entry in PACKAGES.items() if entry.must_not_know ==
 PRIVATE_TORCH = {
     "collectives._store": {"_get_default_store", "_resolve_process_group"},
     "collectives.ops": {"_c10d_functional"},
-    "interop._modes": {"_python_dispatch", "_disable_current_modes"},
-    "interop._pure": {
-        "_backward_hooks", "_backward_pre_hooks", "_buffers", "_forward_hooks", "_forward_hooks_always_called",
-        "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_modules", "_parameters",
-    },
+    "interop._pure": {"_buffers", "_disable_current_modes", "_modules", "_parameters", "_python_dispatch"},
     "interop.fsdp": {"_version"},
     "interop.huggingface": {"_experts_implementation"},
     "plans.weaving.estimates": {"_c10d_functional", "_unsafe_view"},
