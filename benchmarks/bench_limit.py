@@ -132,7 +132,7 @@ def measure(name: str, group: Any, size: str, microbatches: int, rounds: int) ->
     alone, measuring = Alone(pipe, placed, x, t), Measuring(pipe, placed, x, t)
     profiled = fpipe.profile(step, name=name)
     prepared = pipe.cache.plans_for(pipe.call("grad", placed, x, (t,), {})).prepared
-    spec = spec_of(prepared.interfaces[0][0].y_avals[0])
+    spec = spec_of(prepared.interfaces[0][0].y.tensors[0])
     walls, totals, ways = [], [], []
     for _ in range(rounds):
         for _ in range(STEPS):

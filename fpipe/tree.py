@@ -234,6 +234,11 @@ class AbstractTree:
         return {i: leaf for i, leaf in enumerate(self.leaves) if isinstance(leaf, Aval)}
 
     @cached_property
+    def tensors(self) -> tuple[Aval | None, ...]:
+        """The abstract tensor of each leaf; ``None`` for leaves that are not tensors."""
+        return tuple(leaf if isinstance(leaf, Aval) else None for leaf in self.leaves)
+
+    @cached_property
     def wanted(self) -> tuple[int, ...]:
         """The indices of the leaves whose gradient is wanted."""
         return tuple(i for i, aval in self.avals.items() if aval.grad)

@@ -205,7 +205,7 @@ class Builder:
             needs: list[tuple[int, Aval | None]] = []
             for place, (source, _) in enumerate(keys):
                 if isinstance(source, ZeroCotangent):
-                    needs.append((place, own.y_avals[source.leaf]))
+                    needs.append((place, own.outputs.y.tensors[source.leaf]))
                 elif isinstance(source, BatchLeaf) or (isinstance(source, Value) and source.stage != stage):
                     needs.append((place, None))
             found = self._reads[memo] = _Reads(program, tuple((key, key[1] != mb) for key in keys), tuple(needs))
@@ -257,7 +257,7 @@ class Builder:
             values.append(self.key(own, stage, mb, name))
             sums += [_sum_of(own.grad_avals[name], self.job.wide)] if name in own.grad_avals else []
             source = values[-1][0]
-            zero = own.y_avals[source.leaf] if isinstance(source, ZeroCotangent) else None
+            zero = own.outputs.y.tensors[source.leaf] if isinstance(source, ZeroCotangent) else None
             if zero is None:
                 self.messages.fetch(values[-1])
             else:  # a cotangent, of an output that nothing uses, that is a parameter's gradient

@@ -147,7 +147,7 @@ class LoweringInput:
     def _scalars(self, mb: int) -> Iterator[tuple[int, Scalar]]:
         kind, path = self.kind(mb), self.schedule.placement.path(mb)
         if kind.loss is not None:
-            name, aval = kind.loss.ys[0], kind.loss.y_avals[0]
+            name, aval = kind.loss.ys[0], kind.loss.outputs.y.tensors[0]
             assert name is not None and aval is not None
             yield path[-1], Scalar(self.stages, mb, kind.graph.source(kind.loss, self.stages, name), aval)
         for stage, interface in enumerate(kind.graph.interfaces):

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..programs.stage_programs import Programs
-from ..tree import Aval, Static, Structure
+from ..tree import AbstractTree, Aval
 from .keys import (
     BatchLeaf,
     Grad,
@@ -38,21 +38,19 @@ class Interface:
     """A stage as others see it.
 
     ``ys[j]`` is ``(name, aval)`` of an output that the stage computes, the index of the input it passes on, or ``None``
-    for a leaf that is no tensor (its value is in ``y_static``). ``dxs[i]`` is ``(name, aval)`` of an input gradient,
+    for a leaf that is no tensor. ``dxs[i]`` is ``(name, aval)`` of an input gradient,
     the index of the cotangent it passes on, or ``None``. ``takes_x`` and ``takes_dy`` say which leaves its programs
     read.
     """
 
-    y_spec: Structure
-    y_static: tuple[tuple[int, Any], ...]
+    y: AbstractTree
     ys: tuple[tuple[str, Aval] | int | None, ...]
     dxs: tuple[tuple[str, Aval] | int | None, ...]
-    y_avals: tuple[Aval | None, ...]
     takes_x: tuple[bool, ...]
     takes_dy: tuple[bool, ...]
     aux: Aval | None = None
     leaves: tuple[str, ...] = ()  # the paths of the parameters
-    state: tuple[Structure | None, tuple[Aval, ...]] = (None, ())
+    state: AbstractTree | None = None
 
     @classmethod
     def of(cls, programs: Programs, leaves: tuple[str, ...] = ()) -> Interface:
@@ -62,7 +60,7 @@ class Interface:
         x_index = {name: i for name, (role, i) in inputs(programs).items() if role == "x"}
         dy_index = {name: j for j, name in enumerate(programs.dys) if name is not None}
         ys: list[tuple[str, Aval] | int | None] = []
-        for name, aval in zip(programs.ys, programs.y_avals, strict=True):
+        for name, aval in zip(programs.ys, programs.outputs.y.tensors, strict=True):
             ys.append(None if name is None or aval is None else x_index.get(name, (name, aval)))
         dxs: list[tuple[str, Aval] | int | None] = []
         for name in programs.dxs:
@@ -71,10 +69,8 @@ class Interface:
             )
         takes_x = tuple(name in read or name in programs.saved for name in x_index)
         takes_dy = tuple(name is not None and name in read for name in programs.dys)
-        outputs, spec = programs.outputs, programs.outputs.y.spec
-        static = tuple((j, leaf.value) for j, leaf in enumerate(outputs.y.leaves) if isinstance(leaf, Static))
-        state = (None, ()) if outputs.state is None else (outputs.state.spec, tuple(outputs.state.avals.values()))
-        return cls(spec, static, tuple(ys), tuple(dxs), programs.y_avals, takes_x, takes_dy, outputs.aux, leaves, state)
+        outputs = programs.outputs
+        return cls(outputs.y, tuple(ys), tuple(dxs), takes_x, takes_dy, outputs.aux, leaves, outputs.state)
 
 
 class Out(NamedTuple):

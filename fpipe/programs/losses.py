@@ -20,7 +20,7 @@ from .stage_programs import Programs
 
 def check_scalar(stage: Stage, loss: Programs) -> None:
     """Raise StageError where the first output of a loss is not one floating number."""
-    first = loss.y_avals[0] if loss.y_avals else None
+    first = next(iter(loss.outputs.y.tensors), None)
     if first is None or first.shape != ():
         raise StageError(
             f"the loss {stage.label} must return one scalar tensor (or, with has_aux=True, a scalar and anything); "

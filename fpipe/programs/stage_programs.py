@@ -53,11 +53,6 @@ class Programs:
     label: str = ""
 
     @cached_property
-    def y_avals(self) -> tuple[Aval | None, ...]:
-        """The outputs' abstract tensors; ``None`` for leaves that are not tensors."""
-        return tuple(leaf if isinstance(leaf, Aval) else None for leaf in self.outputs.y.leaves)
-
-    @cached_property
     def dys(self) -> tuple[str | None, ...]:
         """The names of the outputs' cotangents; ``None`` where no gradient flows."""
         return tuple(name if (name := f"dy{j}") in self.outputs.cotangents else None for j in range(len(self.ys)))

@@ -254,7 +254,7 @@ def _cotangents(call: Call, prepared: Prepared, dy: Tree) -> list[list[torch.Ten
     parts = split(dy, call.number, "dy") if call.x.uniform or isinstance(dy, Microbatches) else list(dy)
     out = []
     for m, part in enumerate(parts):
-        avals = prepared.interfaces[prepared.request.kind_of[m]][-1].y_avals
+        avals = prepared.interfaces[prepared.request.kind_of[m]][-1].y.tensors
         leaves: list[Any] = tree.leaves(part)
         if len(leaves) == sum(a is not None for a in avals):
             given = iter(leaves)

@@ -102,8 +102,8 @@ def _seed_dtype(prepared: Prepared, stage: int, mb: int) -> torch.dtype:
     kind = prepared.request.kind_of[mb]
     if stage == prepared.request.schedule.stages:
         loss = prepared.loss[kind]
-        assert loss is not None and loss.y_avals[0] is not None
-        return loss.y_avals[0].dtype
+        assert loss is not None and loss.outputs.y.tensors[0] is not None
+        return loss.outputs.y.tensors[0].dtype
     rank = next(iter(r for r in prepared.inputs if stage in prepared.inputs[r].kinds[kind].programs))
     aux = prepared.inputs[rank].kinds[kind].programs[stage].daux
     assert aux is not None

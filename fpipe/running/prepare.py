@@ -25,7 +25,7 @@ from ..programs.stage_programs import Programs
 from ..programs.tracing import Signature, programs_of
 from ..schedule import Schedule
 from ..stage import Stage
-from ..tree import AbstractTree, Aval, Spec, Static, contiguous
+from ..tree import AbstractTree, Aval, Spec, contiguous
 from .config import Config
 from .debugging import check
 from .handshake import agree, tag_of, together
@@ -147,12 +147,7 @@ class _Traced:
 
     def output(self) -> AbstractTree:
         """The output of the last stage whose interface is known, or the batch."""
-        if not self.interfaces:
-            return self.kind[0]
-        last = self.interfaces[-1]
-        static = dict(last.y_static)
-        leaves = tuple(Static.of(static[j]) if a is None else a for j, a in enumerate(last.y_avals))
-        return AbstractTree(last.y_spec, leaves)
+        return self.interfaces[-1].y if self.interfaces else self.kind[0]
 
     def on_rank(self, config: Config, request: Request, rank: int) -> ProgramSet:
         """What lowering needs on one rank."""
@@ -161,14 +156,14 @@ class _Traced:
 
     def value_graph(self) -> ValueGraph:
         """How values pass between the stages, all of whose interfaces are known."""
-        batch = tuple(leaf if isinstance(leaf, Aval) else None for leaf in self.kind[0].leaves)
+        batch = self.kind[0].tensors
         last = self.interfaces[-1]
         if self.loss is not None:
             loss = Interface.of(self.loss)
             passed_on = {source for source in loss.ys if isinstance(source, int)}  # the loss returns its input
             takes = tuple(reads or leaf in passed_on for leaf, reads in enumerate(loss.takes_x))
             return ValueGraph(self.interfaces, loss.dxs, takes, batch)
-        dxs = tuple((f"dx{j}", a) if a is not None and a.grad else None for j, a in enumerate(last.y_avals))
+        dxs = tuple((f"dx{j}", a) if a is not None and a.grad else None for j, a in enumerate(last.y.tensors))
         return ValueGraph(self.interfaces, dxs, (True,) * len(last.ys), batch, has_loss=False)
 
 

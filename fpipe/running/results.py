@@ -31,10 +31,7 @@ from .scalars import added, packed, unpacked
 
 def output_tree(prepared: Prepared, mb: int, tensors: Sequence[torch.Tensor]) -> Tree:
     """What the last stage returned for a microbatch, from the tensors in it."""
-    interface, values = prepared.interfaces[prepared.request.kind_of[mb]][-1], iter(tensors)
-    static = dict(interface.y_static)
-    leaves = [static.get(j) if aval is None else next(values) for j, aval in enumerate(interface.y_avals)]
-    return tree.unflatten(interface.y_spec, leaves)
+    return prepared.interfaces[prepared.request.kind_of[mb]][-1].y.fill(tensors)
 
 
 class GradPlace(NamedTuple):
@@ -228,7 +225,7 @@ class Results:
         indices = [j for j, name in enumerate(loss.ys) if name is not None]
         here = rank in self.group.here
         values = [self._get(rank, self.layout.loss_key(loss, mb, j)) for j in indices] if here else None
-        values = self._share(values, [loss.y_avals[j] for j in indices], rank)
+        values = self._share(values, [loss.outputs.y.tensors[j] for j in indices], rank)
         return loss.outputs.y.fill(values)[1]
 
     # ---- outputs ------------------------------------------------------------------------------------------------
@@ -241,7 +238,7 @@ class Results:
 
     def _output(self, mb: int) -> Tree:
         kind, programs = self.layout.kind(mb)
-        avals = self.prepared.interfaces[kind][-1].y_avals
+        avals = self.prepared.interfaces[kind][-1].y.tensors
         rank = self.layout.rank_of_output(mb)
         values: Sequence[torch.Tensor] | None = None
         if rank in self.group.here:
@@ -312,7 +309,8 @@ class Results:
         row = self.request.schedule[rank]
         last = [a.microbatch for a in plain(row) if a.stage == stage and a.op == "F"][-1:]
         kind = self.request.kind_of[last[0]] if last else 0
-        spec, avals = self.prepared.interfaces[kind][stage].state
+        state = self.prepared.interfaces[kind][stage].state
+        assert state is not None
         values: Sequence[torch.Tensor] | None = None
         if rank in self.group.here:
             names = self.layout.programs(rank, kind, stage).new_state if last else ()
@@ -320,6 +318,6 @@ class Results:
                 self.call.state_leaves[stage][0]
             )
         if replicated:
-            values = self._share(values, avals, rank)
-        assert values is not None and spec is not None
-        return tree.unflatten(spec, values)
+            values = self._share(values, state.tensors, rank)
+        assert values is not None
+        return state.fill(values)
