@@ -70,12 +70,9 @@ def profile(
         f"a step: {1e3 * wall:.2f} ms by the clock, {1e3 * real.total:.2f} ms of actions, "
         f"simulated {1e3 * simulated.total:.2f} ms ({simulated.total / real.total:.1%})"
     )
-    try:
-        out.write_text(price.to_json() + "\n", encoding="utf-8")
-        for path in picture:
-            pictures.save([simulated, real], path)
-    except OSError as error:
-        raise click.FileError(str(error.filename or out), error.strerror or str(error)) from error
+    out.write_text(price.to_json() + "\n", encoding="utf-8")
+    for path in picture:
+        pictures.save([simulated, real], path)
     click.echo("wrote " + ", ".join(map(str, (out, *picture))) + f"; try: fpipe draw {source} --costs {out}")
 
 

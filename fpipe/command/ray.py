@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -111,13 +110,12 @@ def _adjacent(nodes: Sequence[str]) -> list[int]:
 
 def _environments(nodes: Sequence[str], tcp_store: Any, more: dict[str, str]) -> list[dict[str, str]]:
     """The environment of each rank; local ranks count from 0 on each node."""
-    sizes, seen = Counter(nodes), Counter[str]()
-    environments = []
-    for rank, node in enumerate(nodes):
-        local = {"LOCAL_RANK": str(seen[node]), "LOCAL_WORLD_SIZE": str(sizes[node])}
-        environments.append({**environment(rank, len(nodes), tcp_store), **local, **more})
-        seen[node] += 1
-    return environments
+    return [
+        environment(rank, len(nodes), tcp_store)
+        | {"LOCAL_RANK": str(nodes[:rank].count(node)), "LOCAL_WORLD_SIZE": str(nodes.count(node))}
+        | more
+        for rank, node in enumerate(nodes)
+    ]
 
 
 def _read(ray: Any, ref: Any) -> Report:

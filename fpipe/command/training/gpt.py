@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -42,13 +43,10 @@ def gpt(sizes: Sizes, stages: int, seed: int = 0) -> tuple[list[Callable[[Any, A
     torch.Size([1, 4, 5])
     """
     edges = [layer * sizes.layers // stages for layer in range(stages + 1)]
-    params: list[dict[str, Any]] = []
-    for stage in range(stages):
-        params.append(
-            {"blocks": [_block_params(sizes, seed, layer) for layer in range(edges[stage], edges[stage + 1])]}
-        )
-    normal = _Normal(seed, -1)
-    vocabulary, width = sizes.vocabulary, sizes.width
+    params: list[dict[str, Any]] = [
+        {"blocks": [_block_params(sizes, seed, layer) for layer in range(*edge)]} for edge in pairwise(edges)
+    ]
+    normal, vocabulary, width = _normal(seed, -1), sizes.vocabulary, sizes.width
     params[0]["embed"] = {"token": normal(vocabulary, width), "place": normal(sizes.length, width)}
     params[-1]["head"] = {"norm": torch.ones(width), "out": normal(vocabulary, width)}
     return [partial(stage_of_gpt, sizes.heads)] * stages, params
@@ -86,7 +84,7 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _block_params(sizes: Sizes, seed: int, layer: int) -> dict[str, Tensor]:
-    normal, w = _Normal(seed, layer), sizes.width
+    normal, w = _normal(seed, layer), sizes.width
     scale = 1 / (2 * sizes.layers) ** 0.5
     return {
         "norm1": torch.ones(w),
@@ -98,11 +96,7 @@ def _block_params(sizes: Sizes, seed: int, layer: int) -> dict[str, Tensor]:
     }
 
 
-class _Normal:
+def _normal(seed: int, layer: int) -> Callable[..., Tensor]:
     """Normal random numbers of a layer, the same in every process."""
-
-    def __init__(self, seed: int, layer: int):
-        self.generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + layer)
-
-    def __call__(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.generator) * 0.08
+    generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + layer)
+    return lambda *shape: torch.randn(*shape, generator=generator) * 0.08

@@ -44,8 +44,8 @@ def one_process(
         flat = iter(torch.autograd.grad(weighted, [leaf for stage_leaves in leaves for leaf in stage_leaves]))
         losses.append(weighted.detach())
         grads.append([[next(flat) for _ in stage_leaves] for stage_leaves in leaves])
-    summed = [_summed(grads, stage, schedule) for stage in range(len(leaves))]
-    return reduce(torch.add, losses), [tree.unflatten(spec, own) for spec, own in zip(specs, summed, strict=True)]
+    summed = [tree.unflatten(spec, _summed(grads, stage, schedule)) for stage, spec in enumerate(specs)]
+    return reduce(torch.add, losses), summed
 
 
 def _summed(grads: Sequence[Sequence[Sequence[Tensor]]], stage: int, schedule: Schedule) -> list[Tensor]:

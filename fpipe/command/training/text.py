@@ -54,8 +54,7 @@ class Text:
         """
         generator = torch.Generator().manual_seed(1_000_003 * seed + step)
         starts = torch.randint(len(self.text) - length, (rows, 1), generator=generator)
-        at = starts + torch.arange(length + 1)
-        pieces = self.tokens[at]
+        pieces = self.tokens[starts + torch.arange(length + 1)]
         return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
 
 
