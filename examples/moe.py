@@ -76,8 +76,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
     torch.set_num_threads(1)
 
     group = fpipe.init(dp=given.members) if torch.distributed.is_torchelastic_launched() else fpipe.local(2)
-    spread = getattr(group, "dp", None) or fpipe.local(1)
-    members, size, member = getattr(spread, "pg", None), spread.size, getattr(spread, "rank", 0)
+    spread = group.dp
+    members, size, member = spread.pg, spread.size, spread.here[0]
     schedule = fpipe.make_schedule(given.schedule, group.size, MICROBATCHES)
     stages = stages_of(schedule.stages, members, size)
     pipe = fpipe.pipeline(stages, schedule, loss=cross_entropy, group=group, overlap=given.overlap)

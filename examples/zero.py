@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
 
     several = torch.distributed.is_torchelastic_launched()
     group = fpipe.init(pp=2, dp=2) if several else fpipe.local(2)
-    copies = getattr(group, "dp", fpipe.local(1))  # one copy is a group of one
+    copies = group.dp
     pipe = fpipe.pipeline([block] * STAGES, "Interleaved1F1B", loss=squared, microbatches=MICROBATCHES, group=group,
                           dp=copies, zero=given.zero, unsharded=2)  # fmt: skip
     params = pipe.shard(network())

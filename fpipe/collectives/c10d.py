@@ -9,26 +9,26 @@ of sends under way could deadlock two ranks. This module must not know schedules
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..devices import kind
 from ..errors import GroupError
 from ..tree import Spec
-from ._store import Store
+from ._store import of_group
 from .adapt import reduction, sending
 from .capabilities import Capabilities
 from .faults import FaultMonitor
 from .group import Group, Pending, Receiver, Sender, Work
 from .local import LocalGroup
-from .reduce import Started, all_reduce, start_gather, start_reduce
+from .reduce import Started, start_gather, start_reduce
 from .rendezvous import Rendezvous
 from .shared_memory.transport import SWITCH, connect
 from .wire import wire_format
@@ -37,25 +37,35 @@ _CPU = torch.device("cpu")
 _DTYPES = tuple({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)})
 
 
-class Backend(NamedTuple):
-    """A process group with what is known about it. ``can``: its capabilities on this rank's device; ``cpu``: those for
-    CPU tensors, where the device is another one; ``back``: the process group of messages to lower ranks."""
-
-    pg: dist.ProcessGroup
-    back: dist.ProcessGroup
-    store: Store
-    can: Capabilities
-    cpu: Capabilities | None
-
-
 class C10dGroup(Group):
-    """See the module. Created by ``fpipe.init``, or from an existing process group by ``adopt``."""
+    """See the module. Created by ``fpipe.init``, or from an existing process group by ``adopt``.
 
-    def __init__(self, backend: Backend, device: torch.device, timeout: float):
-        self.pg, self._back, store, self.can, self.cpu = backend
-        self.size, self.rank = self.pg.size(), self.pg.rank()
+    ``can`` are the capabilities of the backend on this rank's device, by default those of the table; ``cpu`` those for
+    CPU tensors, where the device is another one.
+    """
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        device: torch.device,
+        timeout: float,
+        can: Capabilities | None = None,
+        purpose: str = "pp",
+    ):
+        backends = _backends(pg)
+        if device.type not in backends:
+            raise GroupError(
+                f"the process group carries {', '.join(backends)} and this rank is on {device.type}; start it with "
+                f"backend={kind(device.type).backends!r}"
+            )
+        self.can = can or Capabilities.of(device.type, backends[device.type])
+        self.cpu = Capabilities.of("cpu", backends["cpu"]) if "cpu" in backends and device.type != "cpu" else None
+        self.pg, self.size, self.rank = pg, pg.size(), pg.rank()
         self.here, self.timeout = (self.rank,), timeout
         self._device = device
+        #: The process group of messages to lower ranks.
+        self._back = pg if self.can.habit("crossed") or self.size == 1 else _twin(pg)
+        store = of_group(pg, purpose)
         self._monitor = FaultMonitor(store, self.rank, self.size, timeout)
         self._rendezvous = Rendezvous(store, self._monitor)
         self._sent: list[deque[Pending]] = [deque() for _ in range(self.size)]
@@ -73,11 +83,6 @@ class C10dGroup(Group):
 
     def __repr__(self) -> str:
         return f"rank {self.rank} of {self.size} on {self._device} over {self.can.backend}"
-
-    @property
-    def backend(self) -> str:
-        """The backend that carries tensors of this device."""
-        return self.can.backend
 
     @property
     def carried(self) -> str:
@@ -206,62 +211,55 @@ class C10dGroup(Group):
             work.wait()
 
     def _wait_all(self, works: Sequence[dist.Work], peer: int, doing: str) -> None:
-        start = time.monotonic()
-        self._monitor.journal.waits_for(peer)
-        try:
+        with self._monitor.waiting(peer, doing):
             for work in works:
                 self._wait(work)
-        except RuntimeError as error:
-            raise self._monitor.diagnose(error, peer, doing, time.monotonic() - start) from error
-        self._monitor.journal.waits_for(None)
 
     # ---- all ranks ----------------------------------------------------------------------------------------------
     def share(self, tensors: tuple[Tensor, ...] | None, specs: tuple[Spec, ...], src: int) -> tuple[Tensor, ...]:
         """Broadcast, as bytes; through shared memory where all ranks use it."""
         self._monitor.check()
-        sends = src == self.rank
-        if sends and tensors is None:
+        if src != self.rank:
+            tensors = None
+        elif tensors is None:
             raise GroupError(f"share needs the tensors of rank {src}, which is this one; got None")
         form = wire_format(specs)
         if self._memory is not None and self.at_once:
-            return self._memory.share(form, tensors if sends else None, src)
+            return self._memory.share(form, tensors, src)
         device = _CPU if self._through_cpu("broadcast") else self._device
-        if sends and tensors is not None:
-            buffers = [buffer.to(device) for buffer in form.pack(tensors, src, src)]
+        if tensors is None:
+            buffers, peer, doing = form.empty(device), src, "for the shared tensors of"
         else:
-            buffers = form.empty(device)
-        with self._monitor.waiting(None if sends else src, "to share with" if sends else "for the shared tensors of"):
+            buffers, peer, doing = [b.to(device) for b in form.pack(tensors, src, src)], None, "to share with"
+        with self._monitor.waiting(peer, doing):
             for buffer in buffers:
                 self._wait(dist.broadcast(_bytes(buffer), group=self.pg, group_src=src, async_op=True))
-        if sends and tensors is not None:
+        if tensors is not None:
             return tensors
         return form.unpack([buffer.to(self._device) for buffer in buffers], self._device)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """By the method that is right on this backend."""
-        self._monitor.check()
-        way = reduction(self._can(tensor), op, tensor.dtype, self.cpu)
-        with self._monitor.waiting(None, f"for the {op} over"):
-            return all_reduce(tensor, way, self.pg, self._wait)
+        memory = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
+        return self.start_reduce(memory, op).wait()[0].view(tensor.shape)
 
     def start_reduce(self, memory: Tensor, op: str = "sum", *, scatter: bool = False) -> Work:
         """Start all_reduce."""
         self._monitor.check()
-        can = self._can(memory)
+        can = self.cpu if memory.device.type == "cpu" and self.cpu is not None else self.can
         way = reduction(can, op, memory.dtype, self.cpu)
         native = (self.cpu if way.staged and self.cpu is not None else can).can("parts", way.carry)
-        with self._monitor.waiting(None, f"to begin the {op} over"):
-            return self._started(start_reduce(memory, way, self.pg, scatter, native), f"for the {op} over")
+        return self._started(lambda: start_reduce(memory, way, self.pg, scatter, native), f"for the {op} over")
 
     def start_gather(self, memory: Tensor) -> Work:
         """As bytes."""
         self._monitor.check()
         staged = memory.device.type != "cpu" and self._through_cpu("gather")
-        with self._monitor.waiting(None, "to begin to gather from"):
-            return self._started(start_gather(memory, staged, self.pg), "for the parts of")
+        return self._started(lambda: start_gather(memory, staged, self.pg), "for the parts of")
 
-    def _started(self, started: Started, doing: str) -> Pending:
-        work, result = started
+    def _started(self, start: Callable[[], Started], doing: str) -> Pending:
+        with self._monitor.waiting(None, doing):
+            work, result = start()
 
         def finish() -> tuple[Tensor, ...]:
             if work is not None:
@@ -270,9 +268,6 @@ class C10dGroup(Group):
             return (result(),)
 
         return Pending(finish, lambda: work is None or work.is_completed())
-
-    def _can(self, tensor: Tensor) -> Capabilities:
-        return self.cpu if tensor.device.type == "cpu" and self.cpu is not None else self.can
 
     def gather_objects(self, obj: object) -> list[Any]:
         """Through the store: no device is needed, and an error names the rank that is missing."""
@@ -306,7 +301,24 @@ class C10dGroup(Group):
 
     def close(self) -> None:
         """End the journal's thread; the process group belongs to torch.distributed."""
-        self._monitor.close()
+        self._monitor.journal.close()
+
+
+def _twin(pg: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A second process group of the same ranks and backends."""
+    ranks, config = dist.get_process_group_ranks(pg), dist.get_backend_config(pg)
+    twin = dist.new_group(ranks, backend=config, use_local_synchronization=True)
+    assert isinstance(twin, dist.ProcessGroup)
+    return twin
+
+
+def _backends(pg: dist.ProcessGroup) -> dict[str, str]:
+    """device type -> backend, of ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``."""
+    config = dist.get_backend_config(pg)
+    pairs = [part.split(":") for part in config.split(",")]
+    if any(len(pair) != 2 for pair in pairs):
+        return dict.fromkeys(dist.Backend.backend_capability.get(config, ["cpu"]), config)
+    return dict(pairs)
 
 
 def _bytes(buffer: Tensor) -> Tensor:

@@ -76,6 +76,7 @@ _PLAIN = "torch.distributed's documentation"
 _NCCL = "torch's ProcessGroupNCCL"
 _XCCL = "torch-xpu-ops"
 _ASCEND = "Ascend's documentation"
+_GLOO_MOVES = "broadcast gather scatter exchange parts"  # parts: it reduces all and keeps one part
 _HABANA = "Habana's documentation"
 
 #: What every backend of torch.distributed must support; the only facts about backends that are not in the table.
@@ -97,19 +98,8 @@ TABLE: tuple[Fact, ...] = (
     Fact("cpu", "gloo", "premul", ALL, REFUSED, _TRIAL, True),
     Fact("cpu", "gloo", "sum avg max min product bits", "fp8 odd", REFUSED, _TRIAL, True),
     Fact("cpu", "gloo", "p2p", ALL, NATIVE, _TRIAL, True),
-    Fact("cpu", "gloo", "broadcast gather scatter exchange", "float half complex int bool", NATIVE, _TRIAL, True),
-    Fact("cpu", "gloo", "broadcast gather scatter exchange", "fp8 odd", REFUSED, _TRIAL, True),
-    Fact(
-        "cpu",
-        "gloo",
-        "parts",
-        "float half complex int bool",
-        NATIVE,
-        _TRIAL,
-        True,
-        "reduces all, keeps one part",
-    ),
-    Fact("cpu", "gloo", "parts", "fp8 odd", REFUSED, _TRIAL, True),
+    Fact("cpu", "gloo", _GLOO_MOVES, "float half complex int bool", NATIVE, _TRIAL, True),
+    Fact("cpu", "gloo", _GLOO_MOVES, "fp8 odd", REFUSED, _TRIAL, True),
     Fact("cpu", "gloo", "tags batch early crossed", "", NATIVE, _TRIAL, True),
     Fact("cpu", "gloo", "self strided", "", REFUSED, _TRIAL, True),
     Fact("cpu", "gloo", "poll", "", WRONG, _TRIAL, True, "is_completed is False until wait is called"),

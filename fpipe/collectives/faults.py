@@ -54,14 +54,14 @@ class FaultMonitor:
     def waiting(self, peer: int | None, doing: str) -> Iterator[None]:
         """Publish that this rank waits for a peer (None: for all); a RuntimeError of the backend is diagnosed."""
         start = time.monotonic()
-        self.journal.waits_for(peer)
+        self.journal.peer = peer
         try:
             yield
         except FpipeError:
             raise
         except RuntimeError as error:
             raise self.diagnose(error, peer, doing, time.monotonic() - start) from error
-        self.journal.waits_for(None)
+        self.journal.peer = None
 
     def diagnose(self, error: BaseException, peer: int | None, doing: str, seconds: float = 0.0) -> GroupError:
         """The error to raise for a backend's error; the group raises it again from now on."""
@@ -93,10 +93,6 @@ class FaultMonitor:
         if error is not self.broken:
             self.journal.failed(f"{type(error).__name__}: {_short(error)}")
 
-    def close(self) -> None:
-        """End the journal's thread."""
-        self.journal.close()
-
     # ---- the search for the cause -------------------------------------------------------------------------------
     def _search(self, peer: int | None, lost: bool) -> _Trail:
         trail = self._trail_from(peer, lost, frozenset())
@@ -111,7 +107,14 @@ class FaultMonitor:
         return trail
 
     def _trail_from(self, peer: int | None, lost: bool, silent: frozenset[int]) -> _Trail:
-        return self._most_common(silent) if peer is None else self._trail(peer, lost, silent)
+        """From a peer; where all ranks were waited for, the shortest one to the suspect of most of the others."""
+        if peer is not None:
+            return self._trail(peer, lost, silent)
+        trails = [self._trail(rank, False, silent) for rank in range(self.size) if rank != self.rank]
+        if not trails:
+            return _Trail("", None, True)
+        worst = Counter(trail.suspect for trail in trails).most_common(1)[0][0]
+        return min((trail for trail in trails if trail.suspect == worst), key=lambda trail: len(trail.text))
 
     def _silent(self) -> frozenset[int]:
         """Ranks that reported no failure and do not respond: stopped, or gone with a connection still open."""
@@ -161,14 +164,6 @@ class FaultMonitor:
             if not gone or time.monotonic() > (longest if looking else end) or (failure is not None and not looking):
                 return None if looking else failure
             time.sleep(0.05)
-
-    def _most_common(self, silent: frozenset[int]) -> _Trail:
-        """Where all ranks were waited for: the shortest trail to the suspect of most of the others."""
-        trails = [self._trail(rank, False, silent) for rank in range(self.size) if rank != self.rank]
-        if not trails:
-            return _Trail("", None, True)
-        worst = Counter(trail.suspect for trail in trails).most_common(1)[0][0]
-        return min((trail for trail in trails if trail.suspect == worst), key=lambda trail: len(trail.text))
 
 
 def _joined(parts: list[str], suspect: int, sure: bool) -> _Trail:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
-from ..errors import MismatchError
+from ..errors import GroupError, MismatchError
 from ..tree import Spec
 
 
@@ -220,3 +220,10 @@ def check_message(tensors: Sequence[Tensor], specs: Sequence[Spec], src: int, ds
                 f"tensor {index} of a message from rank {src} to rank {dst} is {Spec.of(tensor)}, "
                 f"expected {spec}; a stage's shapes must be those it was planned with"
             )
+
+
+def check_channel(src: int, dst: int, size: int) -> None:
+    """Raise GroupError if a rank of a channel is not one of a group's."""
+    for rank in (src, dst):
+        if not 0 <= rank < size:
+            raise GroupError(f"rank {rank} is not in a group of {size}; ranks count from 0")

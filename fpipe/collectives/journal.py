@@ -12,14 +12,16 @@ import json
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ._store import Store, connection
 
 EVERY = 0.1
 BEAT = 1.0
 _PATIENCE = timedelta(seconds=2)
+T = TypeVar("T")
 
 
 class Entry(NamedTuple):
@@ -44,6 +46,8 @@ class Entry(NamedTuple):
 class Journal:
     """Writes the entries of one rank, and reads those of all.
 
+    ``text`` is the newest action of this rank, and ``peer`` the rank that it waits for, set by the caller.
+
     >>> import torch.distributed as dist
     >>> store = dist.HashStore()
     >>> first, second = (Journal(store, rank) for rank in range(2))
@@ -52,75 +56,27 @@ class Journal:
     """
 
     def __init__(self, store: Store, rank: int):
+        self.text = ""
+        self.peer: int | None = None
         self._rank = rank
-        self._writer = _Writer(connection(store, _PATIENCE), f"last/{rank}")
-        weakref.finalize(self, self._writer.stop)
+        self._entry, self._written = Entry(0.0, ""), 0.0
+        self._store: Store | None = connection(store, _PATIENCE)
+        self._lock = threading.RLock()
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def note(self, text: str) -> None:
         """Record the newest action; the thread writes it."""
-        self._writer.text = text
-        if self._writer.thread is None:
-            self._writer.start()
-
-    def waits_for(self, peer: int | None) -> None:
-        """Record the rank that this one waits for."""
-        self._writer.peer = peer
-
-    @property
-    def text(self) -> str:
-        """The newest action of this rank."""
-        return self._writer.text
+        self.text = text
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_keep_writing, args=(weakref.ref(self), self._end), name="fpipe-journal", daemon=True
+            )
+            self._thread.start()
+            weakref.finalize(self, _stop, self._thread, self._end)
 
     def write(self) -> None:
-        """Write changes now."""
-        self._writer.write()
-
-    def failed(self, text: str, peer: int | None = None, lost: bool = False) -> None:
-        """Publish this rank's failure now, with the peer that it waited for and whether the connection broke."""
-        self._writer.set(f"failed/{self._rank}", Entry(time.time(), self.text, peer, text, lost))
-
-    def last(self, rank: int) -> Entry | None:
-        """The newest entry of a rank."""
-        return self._writer.get(f"last/{rank}")
-
-    def failure(self, rank: int) -> Entry | None:
-        """The failure of a rank."""
-        return self._writer.get(f"failed/{rank}")
-
-    def close(self) -> None:
-        """End the thread."""
-        self._writer.stop()
-
-
-class _Writer:
-    """The thread and its connection. Holds no reference to the journal, so that dropping the journal ends it."""
-
-    def __init__(self, store: Store, key: str):
-        self.text = ""
-        self.peer: int | None = None
-        self.thread: threading.Thread | None = None
-        self._entry = Entry(0.0, "")
-        self._written = 0.0
-        self._store: Store | None = store
-        self._key = key
-        self._end = threading.Event()
-        self._lock = threading.RLock()
-
-    def start(self) -> None:
-        self.thread = threading.Thread(target=self._run, name="fpipe-journal", daemon=True)
-        self.thread.start()
-
-    def stop(self) -> None:
-        self._end.set()
-        if self.thread is not None and self.thread.ident is not None and self.thread is not threading.current_thread():
-            self.thread.join(timeout=_PATIENCE.total_seconds() + EVERY)
-
-    def _run(self) -> None:
-        self.write()
-        while not self._end.wait(EVERY):
-            self.write()
-
-    def write(self) -> None:
+        """Write changes now, and a sign of life if the last one is old."""
         with self._lock:
             last, text, peer, now = self._entry, self.text, self.peer, time.time()
             if (text, peer) != (last.note, last.peer):
@@ -128,23 +84,52 @@ class _Writer:
             elif now - self._written < BEAT:
                 return
             self._written, self._entry = now, last._replace(beat=last.beat + 1)
-            self.set(self._key, self._entry)
+            self._set("last", self._entry)
 
-    def set(self, key: str, entry: Entry) -> None:
+    def failed(self, text: str, peer: int | None = None, lost: bool = False) -> None:
+        """Publish this rank's failure now, with the peer that it waited for and whether the connection broke."""
+        self._set("failed", Entry(time.time(), self.text, peer, text, lost))
+
+    def last(self, rank: int) -> Entry | None:
+        """The newest entry of a rank."""
+        return self._get(f"last/{rank}")
+
+    def failure(self, rank: int) -> Entry | None:
+        """The failure of a rank."""
+        return self._get(f"failed/{rank}")
+
+    def close(self) -> None:
+        """End the thread."""
+        _stop(self._thread, self._end)
+
+    def _set(self, kind: str, entry: Entry) -> None:
+        self._use(lambda store: store.set(f"{kind}/{self._rank}", json.dumps(entry)))
+
+    def _get(self, key: str) -> Entry | None:
+        text = self._use(lambda store: store.get(key) if store.check([key]) else None)
+        return None if text is None else Entry(*json.loads(text))
+
+    def _use(self, call: Callable[[Store], T]) -> T | None:
         with self._lock:
-            if self._store is None:
-                return
             try:
-                self._store.set(key, json.dumps(entry))
+                return None if self._store is None else call(self._store)
             except RuntimeError:  # the process that hosted the store is gone
                 self._store = None
+                return None
 
-    def get(self, key: str) -> Entry | None:
-        with self._lock:
-            if self._store is None:
-                return None
-            try:
-                return Entry(*json.loads(self._store.get(key))) if self._store.check([key]) else None
-            except RuntimeError:
-                self._store = None
-                return None
+
+def _keep_writing(journal: weakref.ref[Journal], end: threading.Event) -> None:
+    """The thread. Between writes it holds no reference to the journal, so that dropping the journal ends it."""
+    while not end.is_set():
+        current = journal()
+        if current is None:
+            return
+        current.write()
+        del current
+        end.wait(EVERY)
+
+
+def _stop(thread: threading.Thread | None, end: threading.Event) -> None:
+    end.set()
+    if thread is not None and thread is not threading.current_thread():
+        thread.join(timeout=_PATIENCE.total_seconds() + EVERY)

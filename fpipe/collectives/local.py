@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..devices import pick
 from ..errors import DeadlockError, GroupError
 from ..tree import Spec
-from .group import Done, Group, Work, check_message, part_of
+from .adapt import OPS
+from .group import Done, Group, Work, check_channel, check_message, part_of
 from .wire import lay_out
 
 _SENT = Done()
-_REDUCTIONS = ("sum", "mean", "max", "min")
 
 
 def local(ranks: int | None = None, *, devices: Sequence[str | torch.device] | None = None) -> LocalGroup:
@@ -36,39 +37,25 @@ def local(ranks: int | None = None, *, devices: Sequence[str | torch.device] | N
     if devices is None:
         if ranks is None:
             raise GroupError("fpipe.local() needs a number of ranks or a list of devices, as in fpipe.local(4)")
-        devices = ["cpu"] * _positive(ranks)
+        check_ranks("ranks", ranks)
+        devices = ["cpu"] * ranks
     elif ranks not in (None, len(devices)):
         raise GroupError(f"{ranks} ranks on {len(devices)} devices; give one device per rank, or leave ranks out")
     if isinstance(devices, str) or not devices:
         raise GroupError(f"devices={devices!r}; give a list with one device per rank, as in ['cuda:0', 'cuda:1']")
-    return LocalGroup(tuple(map(_available, devices)))
+    return LocalGroup(tuple(map(pick, devices)))
 
 
-def _available(device: str | torch.device) -> torch.device:
-    """The device, checked: torch detects a missing device late, and may end the process then."""
-    try:
-        device = torch.device(device)
-    except RuntimeError as error:
-        raise GroupError(f"device {device!r} is unknown to torch; use a name like 'cpu' or 'cuda:0'") from error
-    if device.type in ("cpu", "meta"):
-        return device
-    module: Any = getattr(torch, device.type, None)
-    count = module.device_count() if module is not None and module.is_available() else 0
-    if (device.index or 0) >= count:
-        raise GroupError(
-            f"device {str(device)!r} is not available: torch finds {count} of type {device.type!r}; leave it out"
-        )
-    return device
-
-
-def _positive(ranks: object) -> int:
+def check_ranks(name: str, ranks: object) -> None:
+    """Raise GroupError unless an argument is a number of ranks."""
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
-        raise GroupError(f"{ranks!r} ranks; a group needs a whole number of ranks, 1 at least")
-    return ranks
+        raise GroupError(f"{name}={ranks!r}; give a whole number of ranks, 1 at least")
 
 
 class LocalGroup(Group):
-    """See :func:`local`."""
+    """See :func:`local`. ``pg`` is the process group for ``fpipe.ops``: none, since there is one process."""
+
+    pg = None
 
     def __init__(self, devices: tuple[torch.device, ...]):
         self.size = len(devices)
@@ -84,14 +71,19 @@ class LocalGroup(Group):
         kinds = sorted({str(device) for device in self._devices})
         return f"fpipe.local({self.size}) on {', '.join(kinds)}"
 
+    @property
+    def dp(self) -> LocalGroup:
+        """The group of the copies of this pipeline, of which there is one; as that of ``fpipe.init``."""
+        return LocalGroup(self._devices[:1])
+
+    tp = dp
+
     def device(self, rank: int) -> torch.device:
         """The device on which a rank computes."""
         return self._devices[rank]
 
     def _channel(self, src: int, dst: int) -> _Channel:
-        for rank in (src, dst):
-            if not 0 <= rank < self.size:
-                raise GroupError(f"rank {rank} is not in a group of {self.size}; ranks count from 0")
+        check_channel(src, dst, self.size)
         return self._channels.setdefault((src, dst), _Channel(src, dst))
 
     def send(self, tensors: tuple[Tensor, ...], src: int, dst: int, specs: tuple[Spec, ...] | None = None) -> Work:
@@ -133,8 +125,8 @@ class LocalGroup(Group):
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """The tensor: there is one process."""
-        if op not in _REDUCTIONS:
-            raise GroupError(f"there is no reduction {op!r}; the reductions are {', '.join(_REDUCTIONS)}")
+        if op not in OPS:
+            raise GroupError(f"there is no reduction {op!r}; the reductions are {', '.join(OPS)}")
         return tensor
 
     def start_reduce(self, memory: Tensor, op: str = "sum", *, scatter: bool = False) -> Work:
@@ -194,6 +186,6 @@ class _Receipt:
             for t, s in zip(tensors, specs, strict=False)
         ):
             return tensors
-        check_message(tensors, self._specs, channel.src, channel.dst)
+        check_message(tensors, specs, channel.src, channel.dst)
         # With the strides that it has when sent between processes: kernels, and so bits, may depend on them.
-        return tuple(lay_out(tensor, spec) for tensor, spec in zip(tensors, self._specs, strict=True))
+        return tuple(lay_out(tensor, spec) for tensor, spec in zip(tensors, specs, strict=True))

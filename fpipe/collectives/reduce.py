@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reductions by the methods that ``adapt`` selects, over a process group of torch.distributed.
 
-Arguments are not changed, except by the ``start_`` functions, which take over their memory.
+The functions take over the memory of their arguments.
 """
 
 from __future__ import annotations
@@ -24,23 +24,8 @@ _ASK = {
 }
 #: By its name since torch 2.13, or the earlier one.
 _SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-Wait = Callable[[Any], None]
 #: A work of torch (None: nothing to wait for), and a function that returns the result once it is complete.
 Started: TypeAlias = tuple[dist.Work | None, Callable[[], Tensor]]
-
-
-def all_reduce(tensor: Tensor, way: Reduction, group: dist.ProcessGroup, wait: Wait) -> Tensor:
-    """The reduction of the tensors of all processes, by the selected method; ``wait`` waits for a work of torch."""
-    carried = tensor.detach().to("cpu" if way.staged else tensor.device, way.carry)
-    carried = carried.clone(memory_format=torch.contiguous_format)
-    if way.ask == "gather":
-        result = _reduce(all_gather(carried, group, wait), way.op)
-    else:
-        wait(dist.all_reduce(carried, _ASK[way.ask], group=group, async_op=True))
-        result = carried
-    if way.divide:
-        result = result / group.size()
-    return result.to(tensor.device, tensor.dtype) if tensor.dtype != torch.bool else (result != 0).to(tensor.device)
 
 
 def start_reduce(memory: Tensor, way: Reduction, group: dist.ProcessGroup, scatter: bool, native: bool) -> Started:
@@ -64,7 +49,7 @@ def start_reduce(memory: Tensor, way: Reduction, group: dist.ProcessGroup, scatt
         work = dist.all_reduce(carried, _ASK[way.ask], group=group, async_op=True)
 
     def finish() -> Tensor:
-        result = _reduce(pieces, way.op) if way.ask == "gather" else pieces[0]
+        result = add_up(pieces, way.op) if way.ask == "gather" else pieces[0]
         if scatter and result.numel() == memory.numel() and size > 1:
             result = part_of(result, rank, size).clone()  # so that the rest can be freed
         result = result.div_(size) if way.divide else result
@@ -85,21 +70,10 @@ def _raw(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
 
 
-def all_gather(tensor: Tensor, group: dist.ProcessGroup, wait: Wait) -> list[Tensor]:
-    """The tensors of all processes, by rank; sent as bytes, which every backend carries."""
-    memory = tensor.reshape(-1).view(torch.uint8)
-    pieces = [torch.empty_like(memory) for _ in range(group.size())]
-    if memory.numel():
-        wait(dist.all_gather(pieces, memory, group=group, async_op=True))
-    return [piece.view(tensor.dtype).view(tensor.shape) for piece in pieces]
-
-
-def _reduce(pieces: Sequence[Tensor], op: str) -> Tensor:
-    stacked = torch.stack(tuple(pieces))
-    if op == "max":
-        return stacked.amax(0)
-    if op == "min":
-        return stacked.amin(0)
+def add_up(pieces: Sequence[Tensor], op: str) -> Tensor:
+    """The tensors of all ranks, reduced; a mean is their sum."""
+    if op in ("max", "min"):
+        return (torch.amax if op == "max" else torch.amin)(torch.stack(tuple(pieces)), 0)
     total = pieces[0]
     for piece in pieces[1:]:  # by rank: the same order, and so the same bits, everywhere
         total = total + piece

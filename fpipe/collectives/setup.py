@@ -16,10 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..devices import kind, pick
 from ..errors import GroupError
-from ._store import of_group
-from .c10d import Backend, C10dGroup
+from .c10d import C10dGroup
 from .capabilities import Capabilities
-from .local import LocalGroup, local
+from .local import LocalGroup, check_ranks, local
 
 TIMEOUT = 300.0
 
@@ -27,11 +26,10 @@ TIMEOUT = 300.0
 class MeshGroup(C10dGroup):
     """The pipeline axis of ``mesh``; ``dp`` and ``tp`` are groups over its other two axes."""
 
-    def __init__(
-        self, backend: Backend, device: torch.device, timeout: float, mesh: DeviceMesh, dp: C10dGroup, tp: C10dGroup
-    ):
-        super().__init__(backend, device, timeout)
-        self.mesh, self.dp, self.tp = mesh, dp, tp
+    def __init__(self, mesh: DeviceMesh, device: torch.device, timeout: float):
+        self.mesh = mesh
+        self.dp, self.tp = (C10dGroup(mesh.get_group(axis), device, timeout, purpose=axis) for axis in ("dp", "tp"))
+        super().__init__(mesh.get_group("pp"), device, timeout)
 
 
 def init(
@@ -59,9 +57,8 @@ def init(
     started = dist.is_initialized()
     if not started and not _launched():
         if dp * tp != 1:
-            shape = f"dp={dp}" + (f" x tp={tp}" if tp != 1 else "")
             needed = dp * tp * (pp or 1)
-            raise GroupError(f"{shape} needs {needed} processes and there is one; start them with torchrun")
+            raise GroupError(f"{_copies(dp, tp)} needs {needed} processes and there is one; start them with torchrun")
         return local(devices=[pick(device)] * (pp or 1))
     picked = pick(device, int(os.environ.get("LOCAL_RANK", "0")))
     if not started:
@@ -71,7 +68,10 @@ def init(
     group = _GROUPS.get(key)
     if group is None or (requested is not None and group.timeout != seconds):
         _GROUPS.clear()  # of a destroyed process group, or of another shape
-        group = _GROUPS[key] = _build((pp, dp, tp), picked, seconds)
+        # Neighbouring ranks of the last axis are close to each other. Pipelines communicate least, copies of a stage
+        # more, and processes that share a stage most.
+        mesh = init_device_mesh(picked.type, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+        group = _GROUPS[key] = MeshGroup(mesh, picked, seconds)
     return group
 
 
@@ -91,38 +91,7 @@ def adopt(
 
     ``capabilities`` replace those of the table, for a backend that is not in it.
     """
-    device = torch.device(device)
-    return C10dGroup(_backend(pg, device, capabilities, purpose), device, timeout)
-
-
-def _backend(pg: dist.ProcessGroup, device: torch.device, capabilities: Capabilities | None, purpose: str) -> Backend:
-    backends = _backends(pg)
-    if device.type not in backends:
-        raise GroupError(
-            f"the process group carries {', '.join(backends)} and this rank is on {device.type}; start it with "
-            f"backend={kind(device.type).backends!r}"
-        )
-    can = capabilities or Capabilities.of(device.type, backends[device.type])
-    cpu = Capabilities.of("cpu", backends["cpu"]) if "cpu" in backends and device.type != "cpu" else None
-    back = _twin(pg) if not can.habit("crossed") and pg.size() > 1 else pg
-    return Backend(pg, back, of_group(pg, purpose), can, cpu)
-
-
-def _twin(pg: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A second process group of the same ranks and backends."""
-    ranks, config = dist.get_process_group_ranks(pg), dist.get_backend_config(pg)
-    twin = dist.new_group(ranks, backend=config, use_local_synchronization=True)
-    assert isinstance(twin, dist.ProcessGroup)
-    return twin
-
-
-def _backends(pg: dist.ProcessGroup) -> dict[str, str]:
-    """device type -> backend, of ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``."""
-    config = dist.get_backend_config(pg)
-    pairs = [part.split(":") for part in config.split(",")]
-    if any(len(pair) != 2 for pair in pairs):
-        return dict.fromkeys(dist.Backend.backend_capability.get(config, ["cpu"]), config)
-    return dict(pairs)
+    return C10dGroup(pg, torch.device(device), timeout, capabilities, purpose)
 
 
 def _launched() -> bool:
@@ -130,9 +99,8 @@ def _launched() -> bool:
 
 
 def _check(pp: object, dp: object, tp: object, seconds: float) -> None:
-    for name, value in (("pp", 1 if pp is None else pp), ("dp", dp), ("tp", tp)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise GroupError(f"{name}={value!r}; give a whole number of ranks, 1 at least")
+    for name, ranks in (("pp", 1 if pp is None else pp), ("dp", dp), ("tp", tp)):
+        check_ranks(name, ranks)
     if not seconds > 0:
         raise GroupError(f"timeout={seconds:g}; give the seconds that a rank may wait for another, above 0")
 
@@ -153,18 +121,12 @@ def _shape(pp: int | None, dp: int, tp: int) -> int:
     world = dist.get_world_size()
     ranks = world // (dp * tp) if pp is None else pp
     if ranks * dp * tp != world:
-        asked = "(the rest)" if pp is None else pp
-        shape = f"pp={asked} x dp={dp}" + (f" x tp={tp}" if tp != 1 else "")
         raise GroupError(
-            f"{shape} is not the {world} processes that were started; start {max(ranks, 1) * dp * tp}, or leave pp out"
+            f"pp={'(the rest)' if pp is None else pp} x {_copies(dp, tp)} is not the {world} processes that were "
+            f"started; start {max(ranks, 1) * dp * tp}, or leave pp out"
         )
     return ranks
 
 
-def _build(shape: tuple[int, int, int], device: torch.device, seconds: float) -> MeshGroup:
-    # Neighbouring ranks of the last axis are close to each other. Pipelines communicate least, copies of a stage more,
-    # and processes that share a stage most.
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
-    dp, tp = (adopt(mesh.get_group(axis), device, timeout=seconds, purpose=axis) for axis in ("dp", "tp"))
-    pg = mesh.get_group("pp")
-    return MeshGroup(_backend(pg, device, None, "pp"), device, seconds, mesh, dp, tp)
+def _copies(dp: int, tp: int) -> str:
+    return f"dp={dp}" + (f" x tp={tp}" if tp != 1 else "")

@@ -85,12 +85,7 @@ class WireFormat:
             check_message(tensors, specs, src, dst)
         if self._alone:
             return [self._memory(tensors[0], 0)]
-        return [
-            self._memory(tensors[buffer.items[0][0]], buffer.items[0][0])
-            if len(buffer.items) == 1
-            else self._joined(tensors, buffer)
-            for buffer in self.buffers
-        ]
+        return [self._joined(tensors, buffer) for buffer in self.buffers]
 
     def empty(self, device: torch.device) -> list[Tensor]:
         """Buffers to receive a message into."""
@@ -126,12 +121,13 @@ class WireFormat:
         return tensor if self._plain[index] else tensor.as_strided((spec.stored,), (1,), tensor.storage_offset())
 
     def _joined(self, tensors: Sequence[Tensor], buffer: Buffer) -> Tensor:
+        if len(buffer.items) == 1:
+            return self._memory(tensors[buffer.items[0][0]], buffer.items[0][0])
         pieces = []
         for index, _ in buffer.items:
-            spec, tensor = self.specs[index], lay_out(tensors[index], self.specs[index])
-            memory = tensor.as_strided((spec.stored,), (1,), tensor.storage_offset())
-            pieces.append(memory if spec.dtype is torch.uint8 else memory.view(torch.uint8))
-            short = -spec.bytes % ALIGN
+            memory = self._memory(tensors[index], index).view(-1)
+            pieces.append(memory if memory.dtype is torch.uint8 else memory.view(torch.uint8))
+            short = -self.specs[index].bytes % ALIGN
             if short:
                 pieces.append(_padding(memory.device, short))
         return torch.cat(pieces)

@@ -190,11 +190,11 @@ def visit() -> tuple[str, list[Finding]]:
     lines = [
         f"fpipe {__version__}, torch {torch.__version__}, Python {platform.python_version()}, {platform.system()}",
         f"device    {device} ({record.name}), {os.cpu_count()} cores",
-        f"backend   {group.backend}",
+        f"backend   {group.can.backend}",
         *([f"messages  {group.carried}"] if group.carried else []),
         *([f"visible   {record.visible}={os.environ.get(record.visible, '(not set)')}"] if record.visible else []),
         "",
-        f"probes of {group.backend}, {group.size} processes:",
+        f"probes of {group.can.backend}, {group.size} processes:",
         *_table(findings),
         "",
         "remedies of fpipe:",

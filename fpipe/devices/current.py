@@ -43,8 +43,8 @@ def pick(device: str | torch.device | None = None, local_rank: int = 0) -> torch
     index = picked.index if picked.index is not None else (0 if count == 1 else local_rank)
     if index >= count:
         raise GroupError(
-            f"device {picked.type}:{index} of {count} visible ones; start at most one process per device, or set "
-            f"{kind(picked.type).visible or 'the visible devices'} so that more are visible"
+            f"device '{picked.type}:{index}' is not available: {count} of its type are visible; start at most one "
+            f"process per device, or set {kind(picked.type).visible or 'the visible devices'} so that more are visible"
         )
     return torch.device(picked.type, index)
 
@@ -52,20 +52,16 @@ def pick(device: str | torch.device | None = None, local_rank: int = 0) -> torch
 def _parse(device: str | torch.device) -> torch.device:
     type = str(device).split(":")[0]
     package = kind(type).package
-    if package is not None:
-        _load(package, type)  # first: it registers the name with torch
+    try:
+        if package is not None:
+            import_module(package)  # first: it registers the name with torch
+    except ImportError as error:
+        raise GroupError(f"device {type!r} needs the package {package}, which cannot be imported ({error})") from error
     try:
         return torch.device(device)
     except RuntimeError as error:
         known = ", ".join(KINDS)
         raise GroupError(f"{device!r} is not a device; name a type, as in {known}, or one with an index") from error
-
-
-def _load(package: str, type: str) -> None:
-    try:
-        import_module(package)
-    except ImportError as error:
-        raise GroupError(f"device {type!r} needs the package {package}, which cannot be imported ({error})") from error
 
 
 def _count(type: str) -> int:

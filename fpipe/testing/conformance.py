@@ -8,8 +8,9 @@ Only ``failed`` is not called: a group that failed stays failed. This module mus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
+from functools import partial, wraps
 from typing import TypeAlias
 
 import torch
@@ -96,10 +97,7 @@ def messages_keep_their_order(group: Group, rank: int) -> Steps:
     requested = {
         other: [group.recv(_specs(message(other, rank, n)), other, rank) for n in range(count)] for other in others
     }
-    sent = []
-    for number in range(count):
-        for other in others:
-            sent.append(group.send(message(rank, other, number), rank, other))
+    sent = [group.send(message(rank, other, n), rank, other) for n in range(count) for other in others]
     for other in reversed(others):
         for number, work in enumerate(requested[other]):
             (tensor,) = yield work
@@ -110,48 +108,26 @@ def messages_keep_their_order(group: Group, rank: int) -> Steps:
 
 def every_dtype_and_layout_arrives(group: Group, rank: int) -> Steps:
     """Bits, shapes and strides of permuted, sliced, expanded, empty and scalar tensors, in every dtype."""
-    before, after = (rank - 1) % group.size, (rank + 1) % group.size
     for dtype in DTYPES:
-        tensors = tuple(_layouts(dtype, rank, group.device(rank)))
-        expected = tuple(_layouts(dtype, before, group.device(rank)))
-        work = group.recv(_specs(expected), before, rank)
-        sent = group.send(tensors, rank, after)
-        received = yield work
-        assert len(received) == len(expected)
-        for index, (got, right) in enumerate(zip(received, expected, strict=True)):
-            _equal(got, right, f"tensor {index} of {dtype}")
-            assert got.stride() == Spec.of(right).stride, f"tensor {index} of {dtype}: strides {got.stride()}"
-        yield sent
+        yield from _around(group, rank, str(dtype), partial(_layouts, dtype))
 
 
 def large_and_small_travel_together(group: Group, rank: int) -> Steps:
     """One message of large, small and empty tensors of several dtypes."""
-    before, after = (rank - 1) % group.size, (rank + 1) % group.size
-    device = group.device(rank)
 
-    def message(src: int) -> tuple[Tensor, ...]:
+    def message(src: int, device: torch.device) -> tuple[Tensor, ...]:
         large = torch.arange(ALONE // 4 + 7, dtype=torch.float32, device=device) + src
         small = torch.full((3,), src, dtype=torch.int64, device=device)
         return small, large, small.bool(), torch.zeros(0, 4, device=device), large[:5].bfloat16(), large.double()
 
-    work = group.recv(_specs(message(before)), before, rank)
-    sent = group.send(message(rank), rank, after)
-    received = yield work
-    for got, right in zip(received, message(before), strict=True):
-        _equal(got, right, "a tensor of the message")
-    yield sent
+    yield from _around(group, rank, "a large and small message", message)
 
 
 def empty_messages_arrive(group: Group, rank: int) -> Steps:
     """A message without tensors, and one of empty tensors."""
-    before, after = (rank - 1) % group.size, (rank + 1) % group.size
-    empty = (torch.zeros(0, 3, device=group.device(rank)),)
-    works = [group.recv((), before, rank), group.recv(_specs(empty), before, rank)]
-    sent = [group.send((), rank, after), group.send(empty, rank, after)]
-    assert (yield works[0]) == ()
-    assert (yield works[1])[0].shape == (0, 3)
-    for work in sent:
-        assert (yield work) == ()
+    yield from _around(
+        group, rank, "an empty message", lambda *_: (), lambda _, device: (torch.zeros(0, 3, device=device),)
+    )
 
 
 def a_rank_sends_to_itself(group: Group, rank: int) -> Steps:
@@ -210,9 +186,8 @@ def endpoints_carry_a_plan(group: Group, rank: int) -> Steps:
                 receiver = group.receiver(before, rank, specs)
                 tensor = receiver.fetch() if receiver.fetch is not None else None
                 received = (tensor,) if tensor is not None else (yield receiver.post())
-                for got, right in zip(received, message(before, number), strict=True):
-                    _equal(got, right, f"message {number} of rank {before}")
-            _equal((yield group.recv(single, before, rank))[0], message(before, 0)[0], "the message of send")
+                _all_equal(received, message(before, number), f"message {number} of rank {before}")
+            _all_equal((yield group.recv(single, before, rank)), message(before, 0), "the message of send")
         if 0 <= after < group.size:
             for number, specs in enumerate(forms):
                 send = group.sender(rank, after, specs)
@@ -240,34 +215,40 @@ def sends_are_settled(group: Group, rank: int) -> Steps:
 
 
 # ---- all ranks ------------------------------------------------------------------------------------------------------
-def every_rank_can_share(group: Group, rank: int) -> Steps:
+def _once_per_process(case: Callable[[Group, int], None]) -> Case:
+    """A case without messages, which the first rank of each process runs."""
+
+    @wraps(case)
+    def steps(group: Group, rank: int) -> Steps:
+        if rank == group.here[0]:
+            case(group, rank)
+        yield from ()
+
+    return steps
+
+
+@_once_per_process
+def every_rank_can_share(group: Group, rank: int) -> None:
     """The tensors of rank ``src`` arrive at all ranks."""
-    if rank != group.here[0]:
-        return
     for src in range(group.size):
         device = group.device(rank)
         tensors = (torch.arange(5, device=device) + src, torch.full((2, 3), src, dtype=torch.bfloat16, device=device).T)
         received = group.share(tensors if src in group.here else None, _specs(tensors), src)
-        for got, right in zip(received, tensors, strict=True):
-            _equal(got, right, f"a tensor shared by rank {src}")
-    yield from ()
+        _all_equal(received, tensors, f"those shared by rank {src}")
 
 
-def objects_are_gathered(group: Group, rank: int) -> Steps:
+@_once_per_process
+def objects_are_gathered(group: Group, rank: int) -> None:
     """By rank, several times; the ranks of one process contribute one object."""
-    if rank != group.here[0]:
-        return
     for number in range(4):
         heads = [each["head"] for each in group.gather_objects({"head": group.here[0], "number": number})]
         expected = [group.here[0]] * group.size if len(group.here) == group.size else list(range(group.size))
         assert heads == expected, heads
-    yield from ()
 
 
-def reductions_are_right(group: Group, rank: int) -> Steps:
+@_once_per_process
+def reductions_are_right(group: Group, rank: int) -> None:
     """Sum, mean, max and min at sizes and dtypes that some backend computes wrongly; the argument is not changed."""
-    if rank != group.here[0]:
-        return
     ranks = _processes(group)
     for size in SIZES:
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.int16):
@@ -280,7 +261,6 @@ def reductions_are_right(group: Group, rank: int) -> Steps:
         assert result.tolist() == right, f"{op} of bools: {result.tolist()}"
     scalar = group.all_reduce(torch.tensor(float(rank + 1), device=group.device(rank)), "mean")
     assert scalar.shape == () and scalar.item() == sum(other + 1 for other in ranks) / len(ranks)
-    yield from ()
 
 
 def _reduce_all(group: Group, rank: int, ranks: list[int], size: int, dtype: torch.dtype) -> None:
@@ -300,10 +280,9 @@ def _reduce_all(group: Group, rank: int, ranks: list[int], size: int, dtype: tor
         assert torch.equal(argument, values(rank)), f"{op} changed its argument"
 
 
-def started_collectives_are_right(group: Group, rank: int) -> Steps:
+@_once_per_process
+def started_collectives_are_right(group: Group, rank: int) -> None:
     """Sums and gathers started together, of several sizes and dtypes, and waited for in another order."""
-    if rank != group.here[0]:
-        return
     ranks, device = _processes(group), group.device(rank)
     me, size = ranks.index(rank), len(ranks)
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
@@ -323,18 +302,16 @@ def started_collectives_are_right(group: Group, rank: int) -> Steps:
             right = torch.cat([values[other][other * each :][:each] for other in range(size)])
             _equal(gathered, right, f"the gathered parts of {each} {dtype}")
     _raises(MismatchError, lambda: group.start_gather(torch.ones(1, size)))
-    yield from ()
 
 
-def undefined_reductions_are_refused(group: Group, rank: int) -> Steps:
+@_once_per_process
+def undefined_reductions_are_refused(group: Group, rank: int) -> None:
     """A mean of integers, a maximum of complex numbers, an unknown reduction, a share without tensors."""
-    if rank == group.here[0] and len(group.here) < group.size:
+    if len(group.here) < group.size:
         _raises(UnsupportedError, lambda: group.all_reduce(torch.tensor([1, 2]), "mean"))
         _raises(UnsupportedError, lambda: group.all_reduce(torch.tensor([1j]), "max"))
-    if rank == group.here[0]:
-        _raises(GroupError, lambda: group.all_reduce(torch.ones(1), "median"))
-        _raises(GroupError, lambda: group.share(None, (), rank))
-    yield from ()
+    _raises(GroupError, lambda: group.all_reduce(torch.ones(1), "median"))
+    _raises(GroupError, lambda: group.share(None, (), rank))
 
 
 CASES: tuple[Case, ...] = (
@@ -361,21 +338,34 @@ def _specs(tensors: Sequence[Tensor]) -> tuple[Spec, ...]:
     return tuple(Spec.of(tensor) for tensor in tensors)
 
 
+def _around(group: Group, rank: int, what: str, *messages: Callable[[int, torch.device], Sequence[Tensor]]) -> Steps:
+    """Each rank sends messages to the next one, computed from the sender, and receives those of the one before."""
+    before, after, device = (rank - 1) % group.size, (rank + 1) % group.size, group.device(rank)
+    expected = [tuple(message(before, device)) for message in messages]
+    works = [group.recv(_specs(tensors), before, rank) for tensors in expected]
+    sent = [group.send(tuple(message(rank, device)), rank, after) for message in messages]
+    for work, tensors in zip(works, expected, strict=True):
+        _all_equal((yield work), tensors, what)
+    for work in sent:
+        assert (yield work) == ()
+
+
 def _processes(group: Group) -> list[int]:
     """The first rank of each process."""
     return [group.here[0]] if len(group.here) == group.size else list(range(group.size))
 
 
-def _layouts(dtype: torch.dtype, seed: int, device: torch.device) -> Iterator[Tensor]:
+def _layouts(dtype: torch.dtype, seed: int, device: torch.device) -> tuple[Tensor, ...]:
     values = (torch.arange(24, device=device) * 7 + seed) % 11
-    x = (values % 2 == 0) if dtype is torch.bool else values.to(torch.float32).to(dtype)
-    x = x.view(2, 3, 4)
-    yield x
-    yield x.permute(2, 0, 1)
-    yield x[:, 1:, ::2]
-    yield x[0, 0, 0]
-    yield x[:1, :, :1].expand(2, 3, 4)
-    yield x[:0]
+    x = ((values % 2 == 0) if dtype is torch.bool else values.to(torch.float32).to(dtype)).view(2, 3, 4)
+    return x, x.permute(2, 0, 1), x[:, 1:, ::2], x[0, 0, 0], x[:1, :, :1].expand(2, 3, 4), x[:0]
+
+
+def _all_equal(received: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> None:
+    assert len(received) == len(expected), f"{len(received)} tensors of {what} arrived, not {len(expected)}"
+    for index, (got, right) in enumerate(zip(received, expected, strict=True)):
+        _equal(got, right, f"tensor {index} of {what}")
+        assert got.stride() == Spec.of(right).stride, f"tensor {index} of {what} arrived with strides {got.stride()}"
 
 
 def _equal(got: Tensor, right: Tensor, what: str) -> None:
@@ -388,8 +378,6 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _raises(kind: type[Exception], call: Callable[[], object]) -> None:
-    try:
+    with suppress(kind):
         call()
-    except kind:
-        return
-    raise AssertionError(f"{kind.__name__} was expected and nothing was raised")
+        raise AssertionError(f"{kind.__name__} was expected and nothing was raised")

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..collectives.adapt import reduction
 from ..collectives.capabilities import Capabilities
-from ..collectives.group import Done, Group, Pending, Work, check_message, part_of
+from ..collectives.group import Done, Group, Pending, Work, check_channel, check_message, part_of
+from ..collectives.reduce import add_up
 from ..collectives.wire import wire_format
 from ..errors import GroupError, MismatchError, PeerError, StalledError, UnsupportedError
 from ..tree import Spec
@@ -75,18 +76,13 @@ class Network:
 
     def channel(self, src: int, dst: int) -> _Channel:
         """The channel from one rank to another."""
-        size = len(self.world.ranks)
-        for rank in (src, dst):
-            if not 0 <= rank < size:
-                raise GroupError(f"rank {rank} is not in a group of {size}; ranks count from 0")
+        check_channel(src, dst, len(self.world.ranks))
         return self.channels[src, dst]
 
     def fault(self, src: int, dst: int, nth: int) -> Delay | Drop | None:
         """The fault of a message, if any."""
-        for fault in self.faults:
-            if isinstance(fault, (Delay, Drop)) and (fault.src, fault.dst, fault.nth) == (src, dst, nth):
-                return fault
-        return None
+        faults = (fault for fault in self.faults if isinstance(fault, (Delay, Drop)))
+        return next((fault for fault in faults if (fault.src, fault.dst, fault.nth) == (src, dst, nth)), None)
 
 
 class FakeGroup(Group):
@@ -158,14 +154,12 @@ class FakeGroup(Group):
             message.release(src, dst)
 
         def ready() -> bool:
-            if world.clock < arrival:
-                return False
-            message.release(src, dst)
-            return True
+            if world.clock >= arrival:
+                message.release(src, dst)
+            return world.clock >= arrival
 
         def finish() -> tuple[Tensor, ...]:
-            self._until(lambda: world.clock >= arrival, dst, f"to send to rank {dst}")
-            message.release(src, dst)
+            self._until(ready, dst, f"to send to rank {dst}")
             return ()
 
         return Pending(finish, ready)
@@ -228,11 +222,11 @@ class FakeGroup(Group):
         def values() -> list[Any]:
             for rank in range(self.size):
                 self._until(lambda rank=rank: rank in call, rank, f"for rank {rank} to come to {name}")
-            for rank in range(self.size):
-                if call[rank][0] != name:
+            for rank, (other, _) in sorted(call.items()):
+                if other != name:
                     raise MismatchError(
-                        f"rank {self.rank} came to {name} and rank {rank} to {call[rank][0]}; all ranks must call "
-                        f"the same collectives in one order"
+                        f"rank {self.rank} came to {name} and rank {rank} to {other}; all ranks must call the same "
+                        f"collectives in one order"
                     )
             return [call[rank][1] for rank in range(self.size)]
 
@@ -240,13 +234,13 @@ class FakeGroup(Group):
 
     def share(self, tensors: tuple[Tensor, ...] | None, specs: tuple[Spec, ...], src: int) -> tuple[Tensor, ...]:
         """Copies of the tensors of rank ``src``."""
-        form, buffers = wire_format(specs), None
-        if src == self.rank:
-            if tensors is None:
-                raise GroupError(f"share needs the tensors of rank {src}, which is this one; got None")
-            buffers = [buffer.clone() for buffer in form.pack(tensors, src, src)]
-        received = self._start(f"share from rank {src}", buffers)()[src]
-        return tensors if tensors is not None and src == self.rank else form.unpack(received, _CPU)
+        form, name = wire_format(specs), f"share from rank {src}"
+        if src != self.rank:
+            return form.unpack(self._start(name, None)()[src], _CPU)
+        if tensors is None:
+            raise GroupError(f"share needs the tensors of rank {src}, which is this one; got None")
+        self._start(name, [buffer.clone() for buffer in form.pack(tensors, src, src)])()
+        return tensors
 
     def gather_objects(self, obj: object) -> list[Any]:
         """The object of each rank."""
@@ -296,12 +290,6 @@ def _carried(tensor: Tensor, op: str) -> Tensor:
 
 
 def _reduced(pieces: list[Tensor], op: str, dtype: torch.dtype) -> Tensor:
-    if op in ("max", "min"):
-        stacked = torch.stack(pieces)
-        result = stacked.amax(0) if op == "max" else stacked.amin(0)
-    else:
-        result = pieces[0].clone()
-        for piece in pieces[1:]:  # in the order of ranks: the same bits on all of them
-            result += piece
-        result = result / len(pieces) if op == "mean" else result
+    result = add_up(pieces, op)
+    result = result / len(pieces) if op == "mean" else result
     return result != 0 if dtype == torch.bool else result.to(dtype)

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from ..collectives.local import check_ranks
 from ..errors import GroupError, LaunchError, PeerError, StalledError
 from .fake import FakeGroup, Network
 from .faults import Fault
-from .world import Killed, World
+from .world import Killed, RankState, World
 
 _ORDERS = ("buffered", "lockstep")
 
@@ -82,28 +84,15 @@ def outcomes(
     >>> [type(outcome.error).__name__ for outcome in outcomes(lambda group: group.barrier(), 2, faults=[Kill(1, 0)])]
     ['PeerError', 'NoneType']
     """
-    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
-        raise GroupError(f"ranks={ranks!r}; give a whole number of ranks, 1 at least")
+    check_ranks("ranks", ranks)
     if order not in _ORDERS:
         raise GroupError(f"order={order!r}; the orders are {' and '.join(_ORDERS)}")
     world = World(ranks, seed, timeout)
     network = Network(world, order, faults)
-    values: list[Any] = [None] * ranks
+    world.play([partial(fn, FakeGroup(network, rank)) for rank in range(ranks)])
+    return [_outcome(state) for state in world.ranks]
 
-    def part(rank: int) -> Callable[[], None]:
-        def call() -> None:
-            values[rank] = fn(FakeGroup(network, rank))
 
-        return call
-
-    world.play([part(rank) for rank in range(ranks)])
-    return [
-        Outcome(
-            state.rank,
-            values[state.rank],
-            None if isinstance(state.error, Killed) else state.error,
-            isinstance(state.error, Killed),
-            world.failures.index(state.rank) if state.error is not None else -1,
-        )
-        for state in world.ranks
-    ]
+def _outcome(state: RankState) -> Outcome:
+    killed = isinstance(state.error, Killed)
+    return Outcome(state.rank, state.value, None if killed else state.error, killed, state.nth)

@@ -12,6 +12,8 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
 
 from ..errors import DeadlockError, GroupError
 
@@ -33,13 +35,16 @@ class Waiting:
 
 @dataclass
 class RankState:
-    """One rank: its turn, why it waits, how it ended, its calls of the group so far, and its last journal entry."""
+    """One rank: its turn, why it waits, whether it ended, with which result or (``nth``) error, its calls of the group
+    so far, and its last journal entry."""
 
     rank: int
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     waiting: Waiting | None = None
     ended: bool = False
+    value: Any = None
     error: BaseException | None = None
+    nth: int = -1
     calls: int = 0
     note: str = ""
 
@@ -55,11 +60,11 @@ class World:
         self.arrivals: list[float] = []
         self.lost = 0
         self.stuck: str | None = None
-        self.failures: list[int] = []
+        self._failures = count()
         self._over = threading.Event()
 
     # ---- turns --------------------------------------------------------------------------------------------------
-    def play(self, parts: list[Callable[[], None]]) -> None:
+    def play(self, parts: list[Callable[[], object]]) -> None:
         """Run one function per rank to its end."""
         threads = [
             threading.Thread(target=self._run, args=(state, part), name=f"fpipe-fake-{state.rank}", daemon=True)
@@ -72,13 +77,12 @@ class World:
         for thread in threads:
             thread.join()
 
-    def _run(self, state: RankState, part: Callable[[], None]) -> None:
+    def _run(self, state: RankState, part: Callable[[], object]) -> None:
         state.turn.acquire()
         try:
-            part()
+            state.value = part()
         except BaseException as error:
-            state.error = error
-            self.failures.append(state.rank)
+            state.error, state.nth = error, next(self._failures)
         state.ended = True
         self._end_turn()
 
@@ -88,29 +92,20 @@ class World:
         state.waiting = Waiting(ready, what, self.clock + self.timeout)
         self._end_turn()
         state.turn.acquire()
-        waiting, state.waiting = state.waiting, None
-        if ready():
-            return True
-        if self.stuck is not None:
+        state.waiting = None
+        if not ready() and self.stuck is not None:
             raise DeadlockError(self.stuck)
-        assert self.clock >= waiting.deadline
-        return False
+        return ready()
 
     def _end_turn(self) -> None:
-        state = self._next()
-        if state is None:
-            self._over.set()
-        else:
-            state.turn.release()
-
-    def _next(self) -> RankState | None:
         self.clock += _TICK
-        while True:
-            alive = [state for state in self.ranks if not state.ended]
+        while alive := [state for state in self.ranks if not state.ended]:
             able = [state for state in alive if self.stuck or self._able(state)]
-            if able or not alive:
-                return self.random.choice(able) if able else None
+            if able:
+                self.random.choice(able).turn.release()
+                return
             self._jump(alive)
+        self._over.set()
 
     def _able(self, state: RankState) -> bool:
         return state.waiting is None or state.waiting.ready() or self.clock >= state.waiting.deadline
@@ -133,9 +128,9 @@ class World:
     def describe(self, rank: int) -> str:
         """The last action and the error of a rank, as a sentence."""
         state = self.ranks[rank]
-        known = (
-            f"Rank {rank}'s last known action was {state.note}" if state.note else f"Nothing is known of rank {rank}"
-        )
+        known = f"Nothing is known of rank {rank}"
+        if state.note:
+            known = f"Rank {rank}'s last known action was {state.note}"
         if isinstance(state.error, GroupError) or state.error is None or isinstance(state.error, Killed):
             return known
         return f"{known}; it raised {type(state.error).__name__}: {state.error}"

@@ -143,10 +143,10 @@ def test_local_refuses_what_does_not_fit():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"ranks": 0}, "0 ranks"),
-        ({"ranks": -1}, "-1 ranks"),
-        ({"ranks": 2.0}, "2.0 ranks"),
-        ({"ranks": True}, "True ranks"),
+        ({"ranks": 0}, "ranks=0; give a whole number of ranks"),
+        ({"ranks": -1}, "ranks=-1; give a whole number of ranks"),
+        ({"ranks": 2.0}, "ranks=2.0; give a whole number of ranks"),
+        ({"ranks": True}, "ranks=True; give a whole number of ranks"),
         ({}, "needs a number of ranks"),
         ({"devices": []}, "one device per rank"),
         ({"devices": "cpu"}, "one device per rank"),

@@ -34,7 +34,9 @@ def test_index_is_the_local_rank_where_several_are(gpus):
     gpus("cuda", 4)
     assert devices.pick(local_rank=3) == torch.device("cuda", 3)
     assert devices.pick("cuda:1", local_rank=3) == torch.device("cuda", 1)
-    with pytest.raises(GroupError, match=r"cuda:4 of 4 visible ones; .*CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(
+        GroupError, match=r"'cuda:4' is not available: 4 of its type are visible; .*CUDA_VISIBLE_DEVICES"
+    ):
         devices.pick(local_rank=4)
 
 

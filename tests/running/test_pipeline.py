@@ -259,7 +259,7 @@ def test_a_tensor_without_axes_is_the_same_for_every_microbatch(params: list[Ten
     (lambda: piped(engine="jit"), fpipe.StageError, "engine='jit'; give one of 'trace', 'eager'"),
     (lambda: piped(microbatches=0), fpipe.ScheduleError, "microbatches=0"),
     (lambda: fpipe.local(devices=["cpu", "cuda:99"]), fpipe.GroupError, "device 'cuda:99' is not available"),
-    (lambda: fpipe.local(devices=["gpu"]), fpipe.GroupError, "is unknown to torch"),
+    (lambda: fpipe.local(devices=["gpu"]), fpipe.GroupError, "'gpu' is not a device; name a type"),
 ])  # fmt: skip
 def test_what_cannot_be_is_told_before_anything_runs(make: Any, raised: type[Exception], said: str):
     with pytest.raises(raised, match=said):

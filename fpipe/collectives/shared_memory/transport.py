@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -104,44 +105,17 @@ def _map_lane(file: int, dst: int, kind: int) -> mmap.mmap:
 class SharedMemory:
     """Messages of one rank to and from the ranks of its host; ``rank in memory`` tells which those are."""
 
-    def __init__(self, monitor: FaultMonitor):
-        self.rank, self.size = monitor.rank, monitor.size
-        self._monitor = monitor
-        self._outbox = _Outbox(self.size)
-        self._peers: dict[int, _Peer] = {}
+    def __init__(self, monitor: FaultMonitor, outbox: _Outbox, peers: dict[int, _Peer]):
+        self.rank = monitor.rank
+        self._monitor, self._outbox, self._peers = monitor, outbox, peers
         self._writers: dict[tuple[int, int], LaneWriter] = {}
         self._inboxes: dict[tuple[int, int], _Inbox] = {}
         self._late: list[LaneWriter] = []  # those with queued messages
-        self.poll = 0.0
-
-    def address(self) -> Address:
-        """Of this rank, for the others."""
-        return Address(host(), os.getpid(), self._outbox.file, self._outbox.token)
-
-    def open(self, addresses: Sequence[Address | None]) -> tuple[int, ...]:
-        """Open the outboxes of this host's ranks; returns those that could be opened, and this rank."""
-        local = addresses[self.rank]
-        assert local is not None
-        for rank, address in enumerate(addresses):
-            if rank != self.rank and address is not None and address.host == local.host:
-                try:
-                    self._peers[rank] = _Peer(address, self.rank)
-                except OSError:  # of another user, or hidden: the backend carries the messages
-                    continue
-        return tuple(sorted((*self._peers, self.rank)))
-
-    def keep(self, ranks: Sequence[int]) -> None:
-        """Use shared memory with these ranks only: those that could open this rank's outbox as well."""
-        self._peers = {rank: peer for rank, peer in self._peers.items() if rank in ranks}
-        self.poll = _POLL if len(self._peers) < len(os.sched_getaffinity(0)) else 0.0
+        self.all = len(peers) == monitor.size - 1  # whether every rank is on this host
+        self.poll = _POLL if len(peers) < len(os.sched_getaffinity(0)) else 0.0
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._peers
-
-    @property
-    def all(self) -> bool:
-        """Whether every rank is on this host."""
-        return len(self._peers) == self.size - 1
 
     # ---- sending ------------------------------------------------------------------------------------------------
     def send(self, form: WireFormat, tensors: Sequence[Tensor], dst: int, kind: int = PLANS) -> Work:
@@ -239,11 +213,9 @@ class SharedMemory:
     def wait(self, src: int, reader: LaneReader, number: int, polled: bool) -> None:
         """Until the piece of this number has arrived: poll for a while, unless the caller did, then sleep."""
         until = 0.0 if polled else time.perf_counter() + self.poll
-        while not reader.has(number):
-            if time.perf_counter() > until:
-                break
-        else:
-            return
+        while time.perf_counter() <= until:
+            if reader.has(number):
+                return
         start = time.monotonic()
         with self._monitor.waiting(src, "for a message from"):
             while not reader.has(number):
@@ -305,17 +277,23 @@ class _Inbox:
 
 
 def connect(monitor: FaultMonitor, gather: Callable[[object], list[Any]]) -> SharedMemory | None:
-    """Shared memory with the ranks of this host, by two rounds of ``gather``; None if this rank cannot share."""
-    memory = address = None
+    """Shared memory with the ranks of this host, by two rounds of ``gather``; None if this rank cannot share.
+
+    It is used between ranks of which each could open the other's outbox.
+    """
+    outbox = address = None
     if monitor.size > 1 and _native.AVAILABLE and os.environ.get(SWITCH, "1") != "0":
         try:
-            memory = SharedMemory(monitor)
-            address = memory.address()
+            outbox = _Outbox(monitor.size)
+            address = Address(host(), os.getpid(), outbox.file, outbox.token)
         except OSError:  # memory files or the host's identity are not available here
-            memory = None
-    addresses = gather(address)
-    opened = gather(() if memory is None else memory.open(addresses))
-    if memory is None:
+            address = None
+    peers: dict[int, _Peer] = {}
+    for rank, other in enumerate(gather(address)):
+        if rank != monitor.rank and address is not None and other is not None and other.host == address.host:
+            with suppress(OSError):  # of another user, or hidden: the backend carries the messages
+                peers[rank] = _Peer(other, monitor.rank)
+    opened = gather(tuple(peers))
+    if outbox is None or address is None:
         return None
-    memory.keep([peer for peer in opened[monitor.rank] if monitor.rank in opened[peer]])
-    return memory
+    return SharedMemory(monitor, outbox, {rank: peer for rank, peer in peers.items() if monitor.rank in opened[rank]})
