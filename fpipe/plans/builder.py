@@ -62,7 +62,6 @@ class Builder:
         self.weaves: dict[str, Weave] = {}  # by action
         self.known_weaves: dict[Hashable, Weave] = {}
         self._leaves: dict[tuple[int, str, int, int], Sequence[_Leaving]] = {}
-        self.has_collectives: dict[int, bool] = {}  # by the id of a program
         self.messages = Messages(job, rank, self.out, self.here)
         self.gathering = Gathering(job, rank, self.out, self.added)
 

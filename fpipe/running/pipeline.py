@@ -17,9 +17,9 @@ from ..collectives.group import Group
 from ..collectives.setup import init
 from ..errors import StageError
 from ..generators.sources import Source
-from ..plans.expected import expected
 from ..plans.plan import Plan
 from ..plans.sharding import Copies, Shares
+from ..plans.weaving.segments import microseconds
 from ..plans.weaving.weave import Overlap
 from ..programs.internals import functional
 from ..schedule import Schedule
@@ -152,8 +152,25 @@ class Plans:
 
     @property
     def costs(self) -> Costs:
-        """What is expected, for ``schedule.simulate``: programs by shapes, woven actions by their weaves."""
-        return expected(self._inputs, self.by_rank)
+        """What is expected, for ``schedule.simulate``: programs by shapes, woven actions by their weaves.
+
+        The mean over the stages of this process stands for the others.
+        """
+        figures: dict[str, dict[int, float]] = {name: {} for name in ("F", "B", "I", "W", "saved", "kept")}
+        for source in self._inputs.values():
+            for stage, programs in source.kinds[0].programs.items():
+                times = map(microseconds, (programs.f, programs.b, programs.i, programs.w))
+                held = programs.saved_bytes, programs.kept_bytes
+                for known, figure in zip(figures.values(), (*times, *held), strict=True):
+                    known[stage] = figure
+        stages = next(iter(self._inputs.values())).stages
+        mean = {name: sum(known.values()) / max(len(known), 1) for name, known in figures.items()}
+        spread = {name: tuple(known.get(s, mean[name]) for s in range(stages)) for name, known in figures.items()}
+        woven = {
+            name: weave for plan in self.by_rank.values() for name, weave in plan.weaves.items() if not weave.reason
+        }
+        overlap = lambda action: woven[str(action)].beside() if str(action) in woven else None
+        return Costs(**spread, overlap=overlap, unit="us")
 
     def __getitem__(self, rank: int) -> Plan:
         return self.by_rank[rank]

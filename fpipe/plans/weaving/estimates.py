@@ -10,8 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -37,57 +36,58 @@ RATES: dict[str, Rates] = {
 
 
 class Link(NamedTuple):
-    """What was measured of a communicator: nanoseconds before anything comes, bytes a nanosecond from then on, and how
-    long its members compute where the table says 1."""
+    """What was measured of a communicator: its latency in nanoseconds, its bytes a nanosecond, and how long its members
+    compute where the table says 1."""
 
     latency: int
     speed: float
     pace: float
 
 
-#: By name. Every member has the same, or none: all of them must plan alike.
+#: By name of the communicator. All its members have the same entry, or none: they must plan alike.
 LINKS: dict[str, Link] = {}
-#: Operations that only look at memory otherwise, or at nothing.
+#: Operations that read metadata alone, or nothing.
 _FREE = {"view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice", "select", "getitem", "split",
          "detach", "alias", "as_strided", "_unsafe_view", "split_with_sizes", "unbind", "wait_tensor"}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective that a program starts: the value that it brings, its kind, its members, what it carries."""
+    """One collective that a program starts: the value that it computes, its kind, its communicator, its size."""
 
     value: str
     op: str
     members: str
-    told: str  # shapes and splits, as every member must say them alike in kind
+    signature: str  # of the result; the dtype and the number of axes must be the same on all members, the shape not
     nbytes: int
-    nanoseconds: int
-    device: str  # the type of what it carries
+    device: str  # the type of device of the result
     number: int = 0  # among those of its program
+
+    @property
+    def nanoseconds(self) -> int:
+        """How long it takes, by what was measured of its communicator or by the table."""
+        rates = _rates(self.device)
+        latency, speed, _ = LINKS.get(self.members) or Link(rates.latency, rates.link, 1.0)
+        return latency + int(self.nbytes / speed)
 
 
 def started(node: fx.Node) -> Collective | None:
-    """What a node starts, if it is a functional collective."""
-    if _namespace(node) != "_c10d_functional" or name_of(node) == "wait_tensor":
+    """The collective that a node starts, if it is a functional collective."""
+    if _namespace(node) != "_c10d_functional" or _name(node) == "wait_tensor":
         return None
-    value = node.meta.get("val")
-    tensors = [value] if isinstance(value, torch.Tensor) else list(_tensors(value))
-    given = [u.meta.get("val") for u in node.all_input_nodes]
-    nbytes = max(sum(map(_bytes, tensors)), sum(map(_bytes, given)))
-    rates = _rates(tensors)
-    members = next((_name(a) for a in reversed(node.args) if isinstance(a, str) or hasattr(a, "group_name")), "?")
-    # splits may differ from member to member; the kind, the count of axes and the dtype may not
-    latency, speed, _ = LINKS.get(members) or Link(rates.latency, rates.link, 1.0)
-    told = ", ".join(f"{str(t.dtype).removeprefix('torch.')}[{t.dim()} axes]" for t in tensors)
-    taken = latency + int(nbytes / speed)
-    return Collective(node.name, name_of(node), members, told, nbytes, taken, _kind(tensors))
+    tensors = list(_tensors(node.meta.get("val")))
+    nbytes = max(sum(map(_bytes, tensors)), _bytes_read(node))
+    members = next((a for a in reversed(node.args) if isinstance(a, str) or hasattr(a, "group_name")), "?")
+    members = str(getattr(members, "group_name", members))
+    signature = ", ".join(f"{str(t.dtype).removeprefix('torch.')}[{t.dim()} axes]" for t in tensors)
+    return Collective(node.name, _name(node), members, signature, nbytes, _device(tensors))
 
 
 def pace(device: str) -> float:
-    """How long a type of device computes where the table says 1, by one product of matrices.
+    """How long a type of device computes where the table says 1, measured by one product of matrices.
 
-    Asked of the device that a program runs on: an accelerator may stand idle beside it, or be known to a build of torch
-    on a machine that has none.
+    ``device`` is the type that a program runs on: an accelerator of the same machine may be idle, or one that torch was
+    built for may be missing.
     """
     side, dtype = (256, torch.float32) if device == "cpu" else (4096, torch.bfloat16)
     x, best = torch.ones(side, side, dtype=dtype, device=device), float("inf")
@@ -97,40 +97,36 @@ def pace(device: str) -> float:
         if device != "cpu":
             torch.accelerator.synchronize()
         best = min(best, time.perf_counter() - start)
-    return best * 1e9 / (2 * side**3 / _rates([x]).flops)
+    return best * 1e9 / (2 * side**3 / _rates(device).flops)
 
 
 def waited(node: fx.Node) -> bool:
     """Whether a node waits for a collective."""
-    return _namespace(node) == "_c10d_functional" and name_of(node) == "wait_tensor"
+    return _namespace(node) == "_c10d_functional" and _name(node) == "wait_tensor"
 
 
 def nanoseconds(node: fx.Node) -> int:
-    """How long an operation keeps its device busy; starting a collective takes no time of its own here."""
-    name = name_of(node)
-    if name in _FREE or _namespace(node) == "_c10d_functional":
+    """How long an operation keeps its device busy; to start a collective takes no time here."""
+    if _name(node) in _FREE or _namespace(node) == "_c10d_functional":
         return 0
-    value = node.meta.get("val")
-    tensors = list(_tensors(value))
-    rates = _rates(tensors)
-    moved = sum(map(_bytes, tensors)) + sum(_bytes(u.meta.get("val")) for u in node.all_input_nodes)
-    return rates.launch + int(max(_flops(node, value) / rates.flops, moved / rates.memory))
+    tensors = list(_tensors(node.meta.get("val")))
+    rates = _rates(_device(tensors))
+    moved = sum(map(_bytes, tensors)) + _bytes_read(node)
+    return rates.launch + int(max(_flops(node, tensors) / rates.flops, moved / rates.memory))
 
 
-def _flops(node: fx.Node, value: Any) -> int:
-    packet = getattr(node.target, "overloadpacket", None)
-    count = flop_registry.get(packet)
+def _flops(node: fx.Node, tensors: list[torch.Tensor]) -> int:
+    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if count is None:
-        return sum(t.numel() for t in _tensors(value))
-    args = fx.map_arg(node.args, lambda used: used.meta.get("val"))
-    kwargs = fx.map_arg(node.kwargs, lambda used: used.meta.get("val"))
+        return sum(t.numel() for t in tensors)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: used.meta.get("val"))
     try:
-        return int(count(*args, **kwargs, out_val=value))
-    except Exception:  # a count that does not know these arguments: their size is a fair guess
-        return prod((2, *(max(t.numel(), 1) for t in list(_tensors(value))[:1])))
+        return int(count(*args, **kwargs, out_val=node.meta.get("val")))
+    except Exception:  # a formula that does not take these arguments: the size of the result is a fair guess
+        return 2 * max(tensors[0].numel(), 1) if tensors else 2
 
 
-def name_of(node: fx.Node) -> str:
+def _name(node: fx.Node) -> str:
     """The bare name of an operation, without name space and overload."""
     return str(getattr(node.target, "__name__", node.target)).partition(".")[0]
 
@@ -139,11 +135,7 @@ def _namespace(node: fx.Node) -> str:
     return getattr(node.target, "namespace", "")
 
 
-def _name(members: Any) -> str:
-    return members if isinstance(members, str) else members.group_name
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -151,13 +143,17 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def _bytes(value: Any) -> int:
-    return sum(t.numel() * t.dtype.itemsize for t in _tensors(value))
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.dtype.itemsize
 
 
-def _kind(tensors: list[torch.Tensor]) -> str:
+def _bytes_read(node: fx.Node) -> int:
+    return sum(_bytes(t) for used in node.all_input_nodes for t in _tensors(used.meta.get("val")))
+
+
+def _device(tensors: list[torch.Tensor]) -> str:
     return tensors[0].device.type if tensors else "cpu"
 
 
-def _rates(tensors: list[torch.Tensor]) -> Rates:
-    return RATES.get(_kind(tensors), RATES["cuda"])
+def _rates(device: str) -> Rates:
+    return RATES.get(device, RATES["cuda"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ...errors import WeaveError
@@ -18,7 +19,7 @@ from ...programs.program import Program
 from ...programs.stage_programs import Programs
 from ...schedules.actions import Action, AnyAction
 from ..builder import Builder, Piece
-from ..keys import CALLERS, Key, inputs
+from ..keys import CALLERS, inputs
 from ..plan import Step
 from .estimates import LINKS
 from .search import weave
@@ -45,11 +46,10 @@ class Part:
 
 def starts_collectives(builder: Builder, action: AnyAction) -> bool:
     """Whether any of an action's programs starts a collective."""
-    known, programs = builder.has_collectives, [run for part in action.parts for run in builder.programs(part)]
-    for own, program, _ in programs:
-        if id(program) not in known:
-            known[id(program)] = not own.compiled and bool(collectives_of(program))
-    return any(known[id(program)] for _, program, _ in programs)
+    return any(
+        not programs.compiled and bool(collectives_of(program))
+        for part in action.parts for programs, program, _ in builder.programs(part)
+    )  # fmt: skip
 
 
 def woven_pieces(builder: Builder, action: AnyAction, position: int) -> list[Piece] | None:
@@ -61,7 +61,8 @@ def woven_pieces(builder: Builder, action: AnyAction, position: int) -> list[Pie
     reason = _reason(builder, action, position, carries)
     if reason:
         if len(action.parts) > 1:
-            builder.weaves[str(action)] = _in_turn(builder, reason)
+            in_turn = Weave(("F", "B"), (), (), (), (), reason=reason)
+            builder.weaves[str(action)] = builder.known_weaves.setdefault(reason, in_turn)
         return None
     if overlap.how == "function":
         return []
@@ -69,19 +70,19 @@ def woven_pieces(builder: Builder, action: AnyAction, position: int) -> list[Pie
     segments = list(_segments(builder, action, not carries and overlap.how == "weave"))
     weave = _weave(builder, lines, segments)
     if len(lines) == 1 and weave.total >= weave.one_after_another:
-        return None  # there is nothing that it could do meanwhile
+        return None  # no transfer overlaps with compute
     builder.weaves[str(action)] = weave
     return [segments[number][0] for number in weave.order]
 
 
 def _segments(builder: Builder, action: AnyAction, coarse: bool) -> Iterator[tuple[Piece, Segment]]:
-    """The segments of an action's parts, each part in its own order."""
+    """The segments of an action's parts, each part in its program order."""
     for line, part in enumerate(action.parts):
-        for own, program, stage in builder.programs(part):
-            if not (program.nodes or program.outputs or own.eager):
-                continue
-            for segment in segments_of(own, program, coarse) if stage == part.stage else (whole(program),):
-                yield (line, part, own, stage, segment.program), segment
+        for programs, program, stage in builder.programs(part):
+            if program.nodes or program.outputs or programs.eager:
+                cut = segments_of(programs, program, coarse) if stage == part.stage else (whole(program),)
+                for segment in cut:
+                    yield (line, part, programs, stage, segment.program), segment
 
 
 def _reason(builder: Builder, action: AnyAction, position: int, carries: bool) -> str:
@@ -96,55 +97,41 @@ def _reason(builder: Builder, action: AnyAction, position: int, carries: bool) -
         stages = [part.stage for part in action.parts if part.op in ops]
         if len(set(stages)) < len(stages):
             return f"two parts run {ops[0]} of stage {stages[0]}, whose order is part of the result"
-    if how == "weave" and any(own.compiled for part in action.parts for own, _, _ in builder.programs(part)):
+    if how == "function" and len(action.parts) != 2:
+        return f"a function takes two parts, here are {len(action.parts)}"
+    if how == "weave" and any(run.compiled for part in action.parts for run, _, _ in builder.programs(part)):
         return "compiled programs run whole"
-    if how == "function":
-        return "" if len(action.parts) == 2 else f"a function takes two parts, here are {len(action.parts)}"
     if how == "weave" and not job.wired and not carries:
         return "nothing is sent while it runs"
     return ""
 
 
-def _in_turn(builder: Builder, reason: str) -> Weave:
-    """One weave for all actions that are not woven for one reason."""
-    if reason not in builder.known_weaves:
-        builder.known_weaves[reason] = Weave(("F", "B"), (), (), (), (), reason=reason)
-    return builder.known_weaves[reason]
-
-
 def _weave(builder: Builder, lines: tuple[str, ...], segments: Sequence[tuple[Piece, Segment]]) -> Weave:
     """The weave of some segments; one for all actions that have the same."""
     key = tuple((line, stage, id(program)) for (line, _, _, stage, program), _ in segments)
-    if key not in builder.known_weaves:
+    weaves, overlap = builder.known_weaves, builder.job.overlap
+    if key not in weaves:
         tasks, sizes = _tasks(builder, segments)
-        overlap = builder.job.overlap
-        builder.known_weaves[key] = (
-            by_hand(lines, tasks, overlap.entries, sizes) if overlap.how == "data" else weave(lines, tasks, sizes=sizes)
-        )
-    return builder.known_weaves[key]
+        by_data = overlap.how == "data"
+        weaves[key] = by_hand(lines, tasks, overlap.entries, sizes) if by_data else weave(lines, tasks, sizes=sizes)
+    return weaves[key]
 
 
 def _tasks(
     builder: Builder, segments: Sequence[tuple[Piece, Segment]]
 ) -> tuple[list[Task], dict[Hashable, tuple[Hashable, int]]]:
-    """The segments as the search sees them, and the storage and bytes of the values that cross between them."""
+    """The segments as tasks of the search, and the storage and bytes of the values that cross between them."""
     tasks: list[Task] = []
     sizes: dict[Hashable, tuple[Hashable, int]] = {}
     links = [LINKS[c.members] for _, segment in segments for c in segment.starts if c.members in LINKS]
     pace = max((link.pace for link in links), default=1.0)
     for piece, segment in segments:
-        line, action, own, stage, program = piece
-        known = inputs(own)
-
-        def key(name: str, piece: Piece = piece) -> Hashable:
-            line, action, own, stage, _ = piece
-            source, mb = builder.key(own, stage, action.microbatch, name)
-            return (line, source) if mb == action.microbatch else (source, mb)
-
+        line, action, programs, stage, program = piece
+        roles, key = inputs(programs), partial(_key, builder, piece)
         for name in (*program.inputs, *program.outputs):
-            held = own.memory.get(name)
-            if held is not None and not (held.given and known.get(held.root, ("", 0))[0] in CALLERS):
-                # a received value is known by the name that it has where it is computed
+            held = programs.memory.get(name)
+            if held is not None and not (held.given and roles.get(held.root, ("", 0))[0] in CALLERS):
+                # a received value has the name that it has where it is computed
                 sizes[key(name)] = (key(held.root) if held.given else (line, stage, held.root), held.nbytes)
         tasks.append(Task(
             line, "loss" if stage != action.stage else segment.name, int(pace * segment.nanoseconds),
@@ -155,46 +142,45 @@ def _tasks(
     return tasks, sizes
 
 
+def _key(builder: Builder, piece: Piece, name: str) -> Hashable:
+    """The key of a value without its microbatch, which is that of the line: alike for all actions of one weave."""
+    line, action, programs, stage, _ = piece
+    source, mb = builder.key(programs, stage, action.microbatch, name)
+    return (line, source) if mb == action.microbatch else (source, mb)
+
+
 # ---- a function of the user's ---------------------------------------------------------------------------------------
 def act_jointly(builder: Builder, action: AnyAction) -> None:
     """One step for the programs of both stages; the loss's programs run before and after it."""
-    mains: list[tuple[Action, Programs, Program]] = []
-    after: list[tuple[Action, Programs, Program, int]] = []
-    for part in action.parts:
-        for own, program, stage in builder.programs(part):
-            if stage == part.stage:
-                mains.append((part, own, program))
-            elif part.op == "F":
-                after.append((part, own, program, stage))
-            else:
-                builder.run(part, own, program, stage)
+    runs = [(part, *run) for part in action.parts for run in builder.programs(part)]
+    mains = [run for run in runs if run[3] == run[0].stage]
     function = builder.job.overlap.function
     assert function is not None
-    reads: list[Key] = []
-    writes: list[Key] = []
-    for part, own, program in mains:
-        reads += builder.have(part, own, program, part.stage)
-        writes += builder.writes(program, part.stage, part.microbatch)
-    owner = replace(mains[0][1], memory=dict(_memory(mains)))
+    for run in runs:
+        if run not in mains and run[0].op != "F":
+            builder.run(*run)
+    reads = tuple(key for run in mains for key in builder.have(*run))
+    writes = tuple(key for part, _, program, stage in mains for key in builder.writes(program, stage, part.microbatch))
+    owner = replace(mains[0][1], memory=dict(_memory([programs for _, programs, _, _ in mains])))
     builder.here.update(writes)
-    builder.out.append(
-        Step("F", action.parts[0], tuple(reads), tuple(writes), _joined(mains, function), owner)
-    )  # fmt: skip
-    for part, own, program, stage in after:
-        builder.run(part, own, program, stage)
+    joined = _joined([run[:3] for run in mains], function)
+    builder.out.append(Step("F", action.parts[0], reads, writes, joined, owner))
+    for run in runs:
+        if run not in mains and run[0].op == "F":
+            builder.run(*run)
     builder.emit(action.parts, ())
 
 
-def _joined(mains: Sequence[tuple[Action, Programs, Program]], own: Callable[..., Any]) -> Program:
+def _joined(mains: Sequence[tuple[Action, Programs, Program]], function: Callable[..., Any]) -> Program:
+    """The programs of both stages as one program, which calls the user's function."""
     programs = [program for _, _, program in mains]
-    cuts = [len(program.inputs) for program in programs]
 
     def run(box: list[Any]) -> tuple[Any, ...]:
         parts = []
-        for (action, programs_, program), cut in zip(mains, cuts, strict=True):
-            inputs, box[:cut] = box[:cut], []
-            parts.append(Part(action, program, inputs, segments_of(programs_, program)))
-        outs = own(*parts)
+        for action, owner, program in mains:
+            inputs, box[: len(program.inputs)] = box[: len(program.inputs)], []
+            parts.append(Part(action, program, inputs, segments_of(owner, program)))
+        outs = function(*parts)
         got = [len(out) if isinstance(out, (tuple, list)) else None for out in outs] if isinstance(outs, tuple) else []
         if got != [len(program.outputs) for program in programs]:
             raise WeaveError(
@@ -203,13 +189,12 @@ def _joined(mains: Sequence[tuple[Action, Programs, Program]], own: Callable[...
             )
         return tuple(value for out in outs for value in out)
 
-    names = [(f"{k}.{name}" for name in program.inputs) for k, program in enumerate(programs)]
-    outputs = [f"{k}.{name}" for k, program in enumerate(programs) for name in program.outputs]
-    read = tuple(n for each in names for n in each)
-    return Program("F", "", run, read, tuple(outputs), random=programs[0].random, label=f"with {mains[1][0]}")
+    inputs = tuple(f"{k}.{name}" for k, program in enumerate(programs) for name in program.inputs)
+    outputs = tuple(f"{k}.{name}" for k, program in enumerate(programs) for name in program.outputs)
+    return Program("F", "", run, inputs, outputs, random=programs[0].random, label=f"with {mains[1][0]}")
 
 
-def _memory(mains: Sequence[tuple[Action, Programs, Program]]) -> Iterator[tuple[str, Held]]:
-    for k, (_, own, _) in enumerate(mains):
-        for name, held in own.memory.items():
+def _memory(owners: Sequence[Programs]) -> Iterator[tuple[str, Held]]:
+    for k, programs in enumerate(owners):
+        for name, held in programs.memory.items():
             yield f"{k}.{name}", Held(f"{k}.{held.root}", held.nbytes, held.given)

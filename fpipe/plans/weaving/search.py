@@ -54,9 +54,8 @@ def weave(
     beam = [_State(0, 0, 0, 0)]
     for _ in tasks:
         beam = _best([new for old in beam for new in search.following(old) if new.peak <= bound])
-    best = min(beam, default=None)
-    faster = best is not None and best.score < play(tasks, in_turn)[0]
-    return woven(tuple(lines), tasks, best.order if faster else in_turn, memory)
+    faster = bool(beam) and min(beam).score < play(tasks, in_turn)[0]
+    return woven(tuple(lines), tasks, min(beam).order if faster else in_turn, memory)
 
 
 class _Search(NamedTuple):

@@ -8,7 +8,8 @@ waits for ("loose"). All segments of a stage share its value names. Knows graphs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -62,8 +63,10 @@ class Segment:
     nanoseconds: int
 
 
-#: The segments of each stage's programs, coarse and fine, as long as the programs live.
+#: The segments of each stage's programs, coarse and fine, as long as the programs exist.
 _SEGMENTS: WeakKeyDictionary[Programs, dict[tuple[Program, bool], tuple[Segment, ...]]] = WeakKeyDictionary()
+#: The collectives of each program, as long as the program exists.
+_COLLECTIVES: WeakKeyDictionary[Program, tuple[Collective, ...]] = WeakKeyDictionary()
 
 
 class _Key(NamedTuple):
@@ -72,49 +75,51 @@ class _Key(NamedTuple):
     start: int  # which of the phase's collectives it leads to; past the last: none
 
 
-def segments_of(own: Programs, program: Program, coarse: bool = False) -> tuple[Segment, ...]:
+def segments_of(programs: Programs, program: Program, coarse: bool = False) -> tuple[Segment, ...]:
     """The segments of one of a stage's programs, in an order in which they can run.
 
-    ``coarse`` ones are two at most: what others wait for, and of a backward what nobody waits for.
+    ``coarse`` segments are two at most: the values that others wait for, and the rest of a backward.
     """
-    cached = _SEGMENTS.setdefault(own, {})
-    key = program, coarse
-    if key not in cached:
-        cached[key] = tuple(_cut(own, program, coarse))
-    return cached[key]
+    cached = _SEGMENTS.setdefault(programs, {})
+    if (program, coarse) not in cached:
+        cached[program, coarse] = tuple(_cut(programs, program, coarse))
+    return cached[program, coarse]
 
 
 def whole(program: Program) -> Segment:
     """A program as one segment."""
-    cost = sum(map(nanoseconds, program.nodes))
-    return Segment(program.label or program.name, program, False, (), (), cost)
+    return Segment(program.label or program.name, program, False, (), (), sum(map(nanoseconds, program.nodes)))
 
 
 def collectives_of(program: Program) -> tuple[Collective, ...]:
-    """What a program, or a segment of one, starts in its order; numbered as in the whole program."""
-    found = [c for c in map(started, program.nodes) if c is not None]
-    return tuple(replace(c, number=program.numbers.get(c.value, k)) for k, c in enumerate(found))
+    """The collectives that a program, or a segment of one, starts, in order; numbered as in the whole program."""
+    if program not in _COLLECTIVES:
+        collectives = enumerate(c for c in map(started, program.nodes) if c is not None)
+        _COLLECTIVES[program] = tuple(replace(c, number=program.numbers.get(c.value, k)) for k, c in collectives)
+    return _COLLECTIVES[program]
 
 
-def _cut(own: Programs, program: Program, coarse: bool) -> Iterator[Segment]:
-    if not program.nodes or own.compiled or own.eager or (coarse and program.name == "F"):
+def microseconds(program: Program) -> float:
+    """How long a program is expected to take, each of its collectives waited for at once."""
+    return (sum(map(nanoseconds, program.nodes)) + sum(c.nanoseconds for c in collectives_of(program))) / 1e3
+
+
+def _cut(programs: Programs, program: Program, coarse: bool) -> Iterator[Segment]:
+    if not program.nodes or programs.compiled or programs.eager or (coarse and program.name == "F"):
         yield whole(program)
         return
-    keys = _keys(own, program)
-    order = _order(program)
+    keys, order = _keys(programs, program), _order(program)
     nodes = sorted(program.nodes, key=lambda node: (keys[node], order[node]))
     if coarse:
         pieces = [list(run) for _, run in groupby(nodes, lambda node: keys[node].loose)]
-        yield from _programs(own, program, pieces, keys)
-        return
-    grain = max(_GRAIN, sum(map(nanoseconds, nodes)) // _PIECES)
-    pieces = [piece for _, run in groupby(nodes, keys.__getitem__) for piece in _split(list(run), grain)]
-    pieces = _merged(pieces, keys)
-    yield from _programs(own, program, pieces, keys)
+    else:
+        grain = max(_GRAIN, sum(map(nanoseconds, nodes)) // _PIECES)
+        pieces = _merged([piece for _, run in groupby(nodes, keys.__getitem__) for piece in _split(run, grain)], keys)
+    yield from _programs(program, pieces, keys)
 
 
 def _order(program: Program) -> dict[fx.Node, float]:
-    """The program's order, but that waits and views stand before the first use of what they bring."""
+    """The program's order, except that waits and views come just before the first use of their result."""
     order = {node: float(index) for index, node in enumerate(program.nodes)}
     step = 1.0 / (1 + len(order))
     for node in reversed(program.nodes):
@@ -124,37 +129,34 @@ def _order(program: Program) -> dict[fx.Node, float]:
 
 
 # ---- which node goes where ------------------------------------------------------------------------------------------
-def _keys(own: Programs, program: Program) -> dict[fx.Node, _Key]:
+def _keys(programs: Programs, program: Program) -> dict[fx.Node, _Key]:
     inside = set(program.nodes)
-    main = _main(own, program, inside)
+    main = _main(programs, program, inside)
     phases: dict[fx.Node, int] = {}
     for node in program.nodes:
-        before = max((phases[u] for u in node.all_input_nodes if u in inside), default=0)
-        phases[node] = before + (waited(node) and any(u in inside for u in node.all_input_nodes))
-    leads = _leads(program, inside, phases)
-    last = len(program.nodes)
+        before = [phases[u] for u in node.all_input_nodes if u in inside]
+        phases[node] = max(before, default=0) + (waited(node) and bool(before))
+    leads, last = _leads(program, inside, phases), len(program.nodes)
     keys: dict[fx.Node, _Key] = {}
     for node in program.nodes:
         source = node.args[0] if _item(node) else None
-        if isinstance(source, fx.Node) and source in keys:  # a tuple is handed on by its items
+        if isinstance(source, fx.Node) and source in keys:  # an item is in the segment of its tuple
             keys[node] = keys[source]
         else:
             keys[node] = _Key(node not in main, phases[node], leads.get(node, last))
-    for node in reversed(program.nodes):  # a view is made where it is first looked at
+    for node in reversed(program.nodes):  # a view is in the segment that first uses it
         users = [keys[user] for user in node.users if user in inside]
         if users and _view(node):
             keys[node] = min(users)
     return keys
 
 
-def _main(own: Programs, program: Program, inside: set[fx.Node]) -> set[fx.Node]:
-    """What others wait for: all that outputs, input gradients and collectives hang on."""
-    wanted = {*own.ys, *own.dxs, own.aux, *own.new_state} - {None}
-    if program.name == "W" or not wanted & {n.name for n in inside}:
-        ends = [n for n in program.nodes if started(n)]
-    else:
-        ends = [n for n in program.nodes if n.name in wanted or started(n)]
-    return _ancestors(ends, inside)
+def _main(programs: Programs, program: Program, inside: set[fx.Node]) -> set[fx.Node]:
+    """The ancestors of outputs, input gradients and collectives: what others wait for."""
+    wanted = {*programs.ys, *programs.dxs, programs.aux, *programs.new_state} - {None}
+    if program.name == "W":
+        wanted = set()
+    return _ancestors([n for n in program.nodes if n.name in wanted or started(n)], inside)
 
 
 def _ancestors(ends: Sequence[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
@@ -170,13 +172,12 @@ def _ancestors(ends: Sequence[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
 
 
 def _leads(program: Program, inside: set[fx.Node], phases: dict[fx.Node, int]) -> dict[fx.Node, int]:
-    """Node -> the first collective of its own phase that hangs on it, by the order of the program."""
-    found: dict[fx.Node, int] = {}
+    """Node -> the first collective of its phase that depends on it, by the order of the program."""
+    leads: dict[fx.Node, int] = {}
     for number, node in enumerate(n for n in program.nodes if started(n)):
-        same = {n for n in inside if phases[n] == phases[node]}
-        for before in _ancestors([node], same):
-            found.setdefault(before, number)
-    return found
+        for before in _ancestors([node], {n for n in inside if phases[n] == phases[node]}):
+            leads.setdefault(before, number)
+    return leads
 
 
 def _view(node: fx.Node) -> bool:
@@ -193,99 +194,91 @@ def _mark(node: fx.Node) -> str | None:
     return mark if isinstance(mark, str) else None
 
 
-def _split(run: list[fx.Node], grain: int) -> Iterator[list[fx.Node]]:
+def _works(node: fx.Node) -> bool:
+    """Whether a node takes time or starts a collective."""
+    return bool(nanoseconds(node) or started(node))
+
+
+def _split(run: Iterable[fx.Node], grain: int) -> Iterator[list[fx.Node]]:
     """A run of nodes of one key, cut where the mark changes and where it gets long; items stay with their tuple."""
     piece: list[fx.Node] = []
     length, mark = 0, None
     for node in run:
-        own = _mark(node) if nanoseconds(node) or started(node) else None  # a wait goes with what uses its value
-        turn = own is not None and mark is not None and own != mark
-        turn = turn or (waited(node) and length > 0)
+        new = _mark(node) if _works(node) else None  # a wait goes with what uses its value
+        turn = (mark and new and new != mark) or (waited(node) and length > 0)
         if piece and not _item(node) and (turn or (length >= grain and not started(node))):
             yield piece
             piece, length, mark = [], 0, None
         piece.append(node)
         length += nanoseconds(node)
-        mark = mark or own
+        mark = mark or new
     if piece:
         yield piece
 
 
 def _merged(pieces: list[list[fx.Node]], keys: dict[fx.Node, _Key]) -> list[list[fx.Node]]:
-    """Pieces that cost nothing go with their neighbour: with the next one of their kind, or else the one before."""
+    """Pieces that cost nothing join the next one of their kind, or, if they wait for nothing, the one before."""
     out: list[list[fx.Node]] = []
-    carried: list[fx.Node] = []
-    for piece in pieces:
-        loose = keys[piece[0]].loose
-        if carried and keys[carried[0]].loose != loose:
-            same = out and keys[out[-1][0]].loose == keys[carried[0]].loose
-            if same and not any(map(waited, carried)):
-                out[-1] += carried
+    for _, run in groupby(pieces, lambda piece: keys[piece[0]].loose):
+        alike: list[list[fx.Node]] = []
+        for piece in run:
+            if alike and not any(map(_works, alike[-1])):
+                alike[-1] = alike[-1] + piece
             else:
-                out.append(carried)
-            carried = []
-        piece = carried + piece
-        carried = []
-        if any(nanoseconds(n) or started(n) for n in piece):  # what only waits may join what follows
-            out.append(piece)
-        else:
-            carried = piece
-    if carried and out and keys[out[-1][0]].loose == keys[carried[0]].loose and not any(map(waited, carried)):
-        out[-1] += carried
-    elif carried:
-        out.append(carried)
+                alike.append(piece)
+        if len(alike) > 1 and not any(_works(n) or waited(n) for n in alike[-1]):
+            alike[-2:] = [alike[-2] + alike[-1]]
+        out += alike
     return out
 
 
-def _programs(
-    own: Programs, program: Program, pieces: list[list[fx.Node]], keys: dict[fx.Node, _Key]
-) -> Iterator[Segment]:
+def _programs(program: Program, pieces: list[list[fx.Node]], keys: dict[fx.Node, _Key]) -> Iterator[Segment]:
     names = _names(program.name, pieces, keys)
-    later: list[set[str]] = [set(program.outputs)]  # what is wanted after each piece, from the last on
+    later: list[set[str]] = [set(program.outputs)]  # what is read after each piece, from the last on
     for piece in reversed(pieces[1:]):
         later.append(later[-1] | set(_reads(program, piece)))
     numbers = {c.value: c.number for c in collectives_of(program)}
     drawing = [i for i, piece in enumerate(pieces) if any(map(draws, piece))]
     for index, (piece, wanted) in enumerate(zip(pieces, reversed(later), strict=True)):
-        made = {n.name for n in piece}
-        waits = tuple(n.all_input_nodes[0].name for n in piece if waited(n))
-        waits = tuple(name for name in waits if name not in made)
-        used = _reads(program, piece)
-        inside = {k: v for k, v in program.constants.items() if k in used}
-        adds = {n: into for n, into in program.adds.items() if n in made}
-        inputs = [n for n in used if n not in made and n not in inside]
+        computed, used = {n.name for n in piece}, _reads(program, piece)
+        constants = {k: v for k, v in program.constants.items() if k in used}
+        adds = {n: into for n, into in program.adds.items() if n in computed}
+        inputs = [n for n in used if n not in computed and n not in constants]
         inputs += [into for many in adds.values() for into in many]
         outputs = [n.name for n in piece if n.name in wanted]
-        part = Program.from_nodes(program.name, piece, inputs, outputs, inside, adds)
+        part = Program.from_nodes(program.name, piece, inputs, outputs, constants, adds)
         several = index in drawing and len(drawing) > 1
         stream = (index != drawing[0], index != drawing[-1]) if several else None
         part = replace(part, label=names[index], numbers=numbers, stream=stream)
-        starts = tuple(c for c in map(started, piece) if c is not None)
-        yield Segment(names[index], part, keys[piece[0]].loose, starts, waits, sum(map(nanoseconds, piece)))
+        waits = (n.all_input_nodes[0].name for n in piece if waited(n))
+        yield Segment(
+            names[index], part, keys[piece[0]].loose, collectives_of(part),
+            tuple(name for name in waits if name not in computed), sum(map(nanoseconds, piece)),
+        )  # fmt: skip
 
 
 def _reads(program: Program, piece: list[fx.Node]) -> dict[str, None]:
-    """What a piece needs, by name. What a collective sends must live until it is waited for."""
+    """The values that a piece needs, by name. What a collective sends must exist until it is waited for."""
     used = [u for n in piece for u in n.all_input_nodes]
-    sent = {n.name: n.all_input_nodes for n in program.nodes if started(n)}
-    used += [u for n in piece if waited(n) for u in sent.get(n.all_input_nodes[0].name, ())]
+    used += [u for n in piece if waited(n) for source in n.all_input_nodes[:1]
+             if source in program.nodes and started(source) for u in source.all_input_nodes]  # fmt: skip
     return dict.fromkeys(u.name for u in used)
 
 
 def _names(letter: str, pieces: list[list[fx.Node]], keys: dict[fx.Node, _Key]) -> list[str]:
-    """The user's marks; a piece without one is called by its program and number. A name said twice gets a number."""
-    seen: dict[str, int] = {}
+    """The user's marks; a piece without one is called by its program and number. A repeated name gets a number."""
+    seen: Counter[str] = Counter()
     names = []
     for index, piece in enumerate(pieces):
-        marks = [_mark(n) for n in piece if started(n) or nanoseconds(n)] or [_mark(n) for n in piece]
-        name = next((m for m in marks if m is not None), None)
+        marks = map(_mark, [n for n in piece if _works(n)] or piece)
+        name = next(filter(None, marks), None)
         if name is None:
             name = f"{letter}{index}"
         elif keys[piece[0]].loose:
             name = f"{name}/weights" if letter in "BW" else f"{name}/saved"
-        count = seen[name] = seen.get(name, 0) + 1
-        names.append(name if count == 1 else f"{name}.{count}")
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name}.{seen[name]}")
     return names
 
 
-__all__ = ["Segment", "collectives_of", "segment", "segments_of", "whole"]
+__all__ = ["Segment", "collectives_of", "microseconds", "segment", "segments_of", "whole"]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from ...errors import WeaveError
+from ...schedules.costs import Beside
 
 Entry: TypeAlias = tuple[str | int, str | int]  # which line (by its number, its action or its letter), which segment
 
@@ -107,6 +108,11 @@ class Weave:
         """The weave as data, such as ``fpipe.pipeline(..., overlap=...)`` takes."""
         return tuple((self.lines[self.tasks[k].line], self.tasks[k].name) for k in self.order)
 
+    def beside(self) -> Beside:
+        """What the simulator needs of it, in microseconds."""
+        carried = tuple((m.start / 1e3, m.end / 1e3, f"{t.name} over {t.members}") for t, m in self.carried)
+        return Beside(self.total / 1e3, carried)
+
     def __str__(self) -> str:
         return "\n".join(_listing(self))
 
@@ -152,8 +158,9 @@ def _next(lines: tuple[str, ...], tasks: tuple[Task, ...], order: Sequence[int],
     if len(matching) != 1:
         raise WeaveError(f"{which!r} is none of the lines {', '.join(lines)}; name one, by its letter or its number")
     name, numbers = lines[matching[0]], [k for k, task in enumerate(tasks) if task.line == matching[0]]
-    by_index = isinstance(segment, int) and -len(numbers) <= segment < len(numbers)
-    named = [numbers[segment]] if by_index else [k for k in numbers if tasks[k].name == segment]
+    named = [k for k in numbers if tasks[k].name == segment]
+    if isinstance(segment, int) and -len(numbers) <= segment < len(numbers):
+        named = [numbers[segment]]
     if not named:
         raise WeaveError(f"{name} has no segment {segment!r}; it has {', '.join(tasks[k].name for k in numbers)}")
     task = tasks[named[0]]
