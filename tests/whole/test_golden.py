@@ -63,7 +63,9 @@ def test_a_change_is_caught_and_the_flag_writes_it(golden: Golden, tmp_path: Pat
     path = tmp_path / "new" / "file.txt"
     golden(path, "one\ntwo\n", update=True)
     golden(path, "one\ntwo\n", update=False)
-    with pytest.raises(pytest.fail.Exception, match=r"(?s)file\.txt differs from the current output.*make golden.*\+three"):
+    with pytest.raises(
+        pytest.fail.Exception, match=r"(?s)file\.txt differs from the current output.*make golden.*\+three"
+    ):
         golden(path, "one\nthree\n", update=False)
     assert path.read_text() == "one\ntwo\n"
     golden(path, "one\nthree\n", update=True)
