@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
+from math import prod
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import optree
@@ -72,11 +73,11 @@ def describe(leaves: Sequence[Any]) -> str:
     >>> describe([torch.zeros(2, 3), 5])
     '(float32[2, 3], 5)'
     """
-    inside = (
-        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
-        for leaf in leaves
-    )
-    return "(" + ", ".join(inside) + ")"
+    return f"({', '.join(_brief(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)})"
+
+
+def _brief(tensor: torch.Tensor | Aval | Spec) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 # ---- tensor subclasses that contain tensors ------------------------------------------------------------------------
@@ -161,8 +162,7 @@ class Aval(NamedTuple):
         return self.dtype.itemsize * (1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True)))
 
     def __str__(self) -> str:
-        outer = "" if self.kind is None else f"{self.kind[0].__name__} "
-        return f"{outer}{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return ("" if self.kind is None else f"{self.kind[0].__name__} ") + _brief(self)
 
 
 class Static(NamedTuple):
@@ -292,10 +292,7 @@ class Spec(NamedTuple):
     @property
     def stored(self) -> int:
         """The number of elements stored and sent: expanded axes count once."""
-        count = 1
-        for size, step in zip(self.shape, self.stride, strict=True):
-            count *= size if step or not size else 1
-        return count
+        return prod(size if step or not size else 1 for size, step in zip(self.shape, self.stride, strict=True))
 
     @property
     def bytes(self) -> int:
@@ -303,8 +300,7 @@ class Spec(NamedTuple):
         return self.stored * self.dtype.itemsize
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{dtype}{list(self.shape)}"
+        return _brief(self)
 
 
 def arriving(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:

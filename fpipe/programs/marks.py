@@ -8,9 +8,10 @@ graphs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 
 import torch
 from torch.autograd.graph import Node
@@ -63,7 +64,7 @@ def followed(ends: Sequence[torch.Tensor], marks: Marks) -> Iterator[None]:
             continue
         seen.add(node)
         number = node._sequence_nr()
-        node.register_prehook(_annotating(next((name for a, b, name in marks if a <= number < b), None)))
+        node.register_prehook(partial(_annotate, next((name for a, b, name in marks if a <= number < b), None)))
         stack += [upper for upper, _ in node.next_functions]
     try:
         yield
@@ -71,11 +72,7 @@ def followed(ends: Sequence[torch.Tensor], marks: Marks) -> Iterator[None]:
         _annotate(None)
 
 
-def _annotating(name: str | None) -> Callable[[object], None]:
-    return lambda grads: _annotate(name)
-
-
-def _annotate(name: str | None) -> None:
+def _annotate(name: str | None, *grads: object) -> None:
     if name is None:
         traceback.current_meta.pop("custom", None)
     else:

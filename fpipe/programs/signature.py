@@ -109,8 +109,12 @@ def outputs_from(stage: Stage, result: Result, copies: bool) -> Outputs:
     y = AbstractTree.flat(y_spec, ys, [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in ys])
     aux = None if result.aux is None else Aval.like(result.aux, result.aux.requires_grad)
     state = AbstractTree.of(result.state) if stage.state else None
-    if state is not None:
-        _check_state(stage, state)
+    for leaf in () if state is None else state.leaves:
+        if not isinstance(leaf, Aval):
+            raise StageError(
+                f"stage {stage.label} returns {leaf} in its state, whose leaves must be tensors (a number would "
+                "make each microbatch another program); write torch.tensor(0) for a counter"
+            )
     return Outputs(y, aux, state, copies)
 
 
@@ -130,15 +134,6 @@ def _check_outputs(stage: Stage, ys: Sequence[Any], aux: object) -> None:
             f"stage {stage.label} has aux_loss=True, so it must return (y, scalar) with a floating tensor without "
             f"axes; its second value is {tree.describe([aux])}"
         )
-
-
-def _check_state(stage: Stage, state: AbstractTree) -> None:
-    for leaf in state.leaves:
-        if not isinstance(leaf, Aval):
-            raise StageError(
-                f"stage {stage.label} returns {leaf} in its state, whose leaves must be tensors (a number would "
-                "make each microbatch another program); write torch.tensor(0) for a counter"
-            )
 
 
 def call(stage: Stage, signature: Signature, groups: Sequence[Sequence[Any]], copies: bool) -> Result:

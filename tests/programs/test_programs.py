@@ -19,7 +19,7 @@ from torch import Tensor
 import fpipe
 from common import Count
 from fpipe import trace
-from fpipe.programs import graphs, trace_cache
+from fpipe.programs import graphs, tracing
 from fpipe.programs.stage_programs import Programs
 
 torch.manual_seed(0)
@@ -561,8 +561,8 @@ def test_numbers_are_part_of_the_signature():
 
 
 def test_a_number_that_never_stays_is_told_and_its_traces_do_not_pile_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(trace_cache, "ALIKE", 3)
-    monkeypatch.setattr(trace_cache, "KEPT", 4)
+    monkeypatch.setattr(tracing, "ALIKE", 3)
+    monkeypatch.setattr(tracing, "KEPT", 4)
     fn = lambda p, x, *, heat: x @ p * heat
     made = [trace(fn, EYE, X, heat=heat) for heat in (1.0, 0.9)]
     with pytest.warns(UserWarning, match=r"3 times.*side inputs.*last 1.0, 0.9, 0.8.*as a tensor"):
@@ -573,7 +573,7 @@ def test_a_number_that_never_stays_is_told_and_its_traces_do_not_pile_up(monkeyp
 
 
 def test_many_shapes_are_no_reason_to_speak_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(trace_cache, "ALIKE", 3)
+    monkeypatch.setattr(tracing, "ALIKE", 3)
     fn = lambda p, x, *, layer: x @ p * layer
     for rows in (1, 2, 3, 4, 5):
         trace(fn, EYE, X[:1].expand(rows, 3).contiguous(), layer=1)
