@@ -36,8 +36,8 @@ from fpipe.running.loop import WATCH
 
 RANKS = 4
 SCHEDULES = ("1F1B", "ZBV", "Interleaved1F1B", "GPipe", "DualPipeV")
-#: what a survivor must have been told of a rank
-TOLD = {
+#: the text that the error of a survivor must have about a rank
+EXPECTED = {
     "kill": r"[Rr]ank {0} (is gone|does not answer), and its last known action was \S+",
     "stop": r"[Rr]ank {0} does not answer, and its last known action was \S+",
     "raise": r"[Rr]ank {0} \(.+\) raised .*boo",
@@ -55,7 +55,7 @@ class Point(NamedTuple):
 
 
 def rank_main(folder: str, point: Point, timeout: float, env: dict[str, str]) -> None:
-    """In one process: two steps, and one in which the victim meets its fate; a survivor writes what it was told."""
+    """In one process: two steps, and one in which the victim fails; a survivor writes the error that it raises."""
     os.environ.update(env)
     torch.set_num_threads(1)
     group = fpipe.init(timeout=120)  # to start and to trace may take long where there are few cores
@@ -75,9 +75,9 @@ def rank_main(folder: str, point: Point, timeout: float, env: dict[str, str]) ->
             step(params, x, x)
             time.sleep(0.15)  # the journals are written
     except Exception as error:
-        told = {"when": time.time(), "kind": type(error).__name__, "text": str(error), "of": str(error.__cause__)}
-        Path(folder, f"told{rank}.new").write_text(json.dumps(told))
-        Path(folder, f"told{rank}.new").rename(Path(folder, f"told{rank}"))
+        report = {"when": time.time(), "kind": type(error).__name__, "text": str(error), "of": str(error.__cause__)}
+        Path(folder, f"report{rank}.new").write_text(json.dumps(report))
+        Path(folder, f"report{rank}.new").rename(Path(folder, f"report{rank}"))
 
 
 def _shorten(group: C10dGroup, timeout: float) -> None:
@@ -100,19 +100,19 @@ def _fated(steps: Sequence[Any], point: Point, folder: str) -> list[Any]:
 
 
 def trial(point: Point, timeout: float) -> tuple[bool, str]:
-    """Whether every survivor was told in time, and a line of the table."""
+    """Whether every survivor raised the right error in time, and a line of the table."""
     context = mp.get_context("forkserver")
-    kept = store("127.0.0.1")
+    tcp_store = store("127.0.0.1")
     with tempfile.TemporaryDirectory() as folder:
         children = []
         for rank in range(RANKS):
-            env = environment(rank, RANKS, kept)
+            env = environment(rank, RANKS, tcp_store)
             children.append(context.Process(target=rank_main, args=(folder, point, timeout, env), daemon=True))
             children[-1].start()
         survivors = [rank for rank in range(RANKS) if rank != point.victim]
         end = time.monotonic() + 120 + 2 * timeout
         begun = None
-        while time.monotonic() < end and not all(Path(folder, f"told{rank}").exists() for rank in survivors):
+        while time.monotonic() < end and not all(Path(folder, f"report{rank}").exists() for rank in survivors):
             if begun is None and Path(folder, "fault").exists():
                 begun = time.monotonic()
                 end = begun + timeout + 10
@@ -128,55 +128,55 @@ def trial(point: Point, timeout: float) -> tuple[bool, str]:
 def _judge(point: Point, timeout: float, folder: Path, survivors: list[int]) -> tuple[bool, str]:
     where = f"{point.how:6}{point.number:3}  {point.schedule:16} rank {point.victim}"
     if not (folder / "fault").exists():
-        text = " | ".join(path.read_text() for path in folder.glob("told*"))
-        return False, f"{where}  NO FAULT HAPPENED: {text or 'nobody said why'}"
+        text = " | ".join(path.read_text() for path in folder.glob("report*"))
+        return False, f"{where}  NO FAULT HAPPENED: {text or 'no rank reported an error'}"
     when, at, count = json.loads((folder / "fault").read_text())
     wrong, latest = [], 0.0
     for rank in survivors:
-        path = folder / f"told{rank}"
+        path = folder / f"report{rank}"
         if not path.exists():
             wrong.append(f"rank {rank} HANGS")
             continue
-        told = json.loads(path.read_text())
-        latest = max(latest, told["when"] - when)
-        if told["when"] - when > timeout + 5:
-            wrong.append(f"rank {rank} LATE by {told['when'] - when - timeout - 5:.1f} s: {told['text']}")
+        report = json.loads(path.read_text())
+        latest = max(latest, report["when"] - when)
+        if report["when"] - when > timeout + 5:
+            wrong.append(f"rank {rank} LATE by {report['when'] - when - timeout - 5:.1f} s: {report['text']}")
         right = (
-            told["kind"] in ("PeerError", "StalledError")
-            and re.match(rf"rank {rank} \(.+\) waited ", told["text"])
-            and re.search(TOLD[point.how].format(point.victim), told["text"])
-            and f"Look at rank {point.victim} first" in told["text"]
+            report["kind"] in ("PeerError", "StalledError")
+            and re.match(rf"rank {rank} \(.+\) waited ", report["text"])
+            and re.search(EXPECTED[point.how].format(point.victim), report["text"])
+            and f"Look at rank {point.victim} first" in report["text"]
         )
         if not right:
-            wrong.append(f"rank {rank} TOLD {told['kind']}: {told['text']}")
-    line = f"{where}  instruction {at:3} of {count:3}  all told after {latest:5.1f} s  "
+            wrong.append(f"rank {rank} RAISED {report['kind']}: {report['text']}")
+    line = f"{where}  instruction {at:3} of {count:3}  all raised after {latest:5.1f} s  "
     return not wrong, line + ("right" if not wrong else "; ".join(wrong))
 
 
 def main() -> int:
     """All trials; how many failed."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--how", choices=list(TOLD), nargs="*", default=list(TOLD))
-    options.add_argument("--points", type=int, default=20)
-    options.add_argument("--timeout", type=float, default=8.0)
-    options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--only", type=int, nargs="*", help="the numbers of the points to try")
-    options.add_argument("--sockets", action="store_true", help="all messages through gloo, none through memory")
-    options.add_argument("--at-once", type=int, default=1, help="trials side by side")
-    given = options.parse_args()
-    if given.sockets:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--how", choices=list(EXPECTED), nargs="*", default=list(EXPECTED))
+    parser.add_argument("--points", type=int, default=20)
+    parser.add_argument("--timeout", type=float, default=8.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, nargs="*", help="the numbers of the points to try")
+    parser.add_argument("--sockets", action="store_true", help="all messages through gloo, none through memory")
+    parser.add_argument("--at-once", type=int, default=1, help="trials side by side")
+    options = parser.parse_args()
+    if options.sockets:
         os.environ[SWITCH] = "0"  # the children are started with it
     mp.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed", "fpipe.collectives.setup"])
-    draw = random.Random(given.seed)
+    draw = random.Random(options.seed)
     points = [
         Point(how, number, draw.choice(SCHEDULES), draw.randrange(RANKS), draw.random())
-        for how in TOLD
-        for number in range(given.points)
+        for how in EXPECTED
+        for number in range(options.points)
     ]
-    points = [p for p in points if p.how in given.how and (given.only is None or p.number in given.only)]
-    right = dict.fromkeys(given.how, 0)
-    with ThreadPoolExecutor(given.at_once) as pool:
-        for point, (well, line) in zip(points, pool.map(lambda p: trial(p, given.timeout), points), strict=True):
+    points = [p for p in points if p.how in options.how and (options.only is None or p.number in options.only)]
+    right = dict.fromkeys(options.how, 0)
+    with ThreadPoolExecutor(options.at_once) as pool:
+        for point, (well, line) in zip(points, pool.map(lambda p: trial(p, options.timeout), points), strict=True):
             right[point.how] += well
             print(line, flush=True)
     for how, count in right.items():

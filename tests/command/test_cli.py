@@ -32,7 +32,7 @@ def shell(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **env})
 
 
-def told(capsys: pytest.CaptureFixture[str], *args: str, status: int = 0) -> str:
+def printed(capsys: pytest.CaptureFixture[str], *args: str, status: int = 0) -> str:
     """Standard output of a command that ends with ``status``."""
     assert cli.main(args) == status
     out, err = capsys.readouterr()
@@ -82,12 +82,12 @@ def test_a_reader_that_leaves_early_sees_no_traceback():
 
 def test_help_lists_every_command_and_loads_none(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(cli.COMMANDS, "fly", ("no_such_module_of_ours:fly", "take off"))
-    out = told(capsys, "--help")
+    out = printed(capsys, "--help")
     for name in ("draw", "check", "names", "compare", "view"):
         assert re.search(rf"^  {name} +\w", out, re.M)
-        assert "Usage: fpipe " + name in told(capsys, name, "--help")
+        assert "Usage: fpipe " + name in printed(capsys, name, "--help")
     assert re.search("^  fly +take off", out, re.M)
-    assert out == told(capsys)
+    assert out == printed(capsys)
 
 
 def test_commands_of_other_modules_are_loaded_by_name(
@@ -105,49 +105,49 @@ def test_commands_of_other_modules_are_loaded_by_name(
 
 
 def test_version(capsys: pytest.CaptureFixture[str]):
-    assert re.fullmatch(r"fpipe \d+\.\d+.*\n", told(capsys, "--version"))
+    assert re.fullmatch(r"fpipe \d+\.\d+.*\n", printed(capsys, "--version"))
 
 
 # ---- drawing --------------------------------------------------------------------------------------------------------
 def test_draw_by_name_and_from_a_file_are_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    named = told(capsys, "draw", "dualpipev", "--ranks", "2", "--microbatches", "4", "--width", "90")
+    named = printed(capsys, "draw", "dualpipev", "--ranks", "2", "--microbatches", "4", "--width", "90")
     s = make_schedule("DualPipeV", 2, 4)
     s.to_csv("DualPipeV.csv")
     Path("DualPipeV.txt").write_text(str(s))
-    assert told(capsys, "draw", "DualPipeV.csv", "--width", "90") == named
-    assert told(capsys, "draw", "DualPipeV.txt", "--ranks", "2", "--stages", "4", "--width", "90") == named
+    assert printed(capsys, "draw", "DualPipeV.csv", "--width", "90") == named
+    assert printed(capsys, "draw", "DualPipeV.txt", "--ranks", "2", "--stages", "4", "--width", "90") == named
     assert "\x1b" not in named
-    assert "\x1b[0;38;2;" in told(capsys, "draw", "DualPipeV.csv", "--color")
+    assert "\x1b[0;38;2;" in printed(capsys, "draw", "DualPipeV.csv", "--color")
 
 
 @pytest.mark.parametrize("ending", ["svg", "png", "html", "json", "txt"])
 def test_draw_writes_files(ending: str, capsys: pytest.CaptureFixture[str]):
-    out = told(capsys, "draw", "ZBV", "-p", "2", "-m", "3", "--out", f"a.{ending}", "--out", f"b.{ending}")
+    out = printed(capsys, "draw", "ZBV", "-p", "2", "-m", "3", "--out", f"a.{ending}", "--out", f"b.{ending}")
     assert re.fullmatch(rf"wrote a\.{ending} \(\d+ (kB|bytes)\)\nwrote b\.{ending} \(\d+ (kB|bytes)\)\n", out)
     assert Path(f"a.{ending}").read_bytes() == Path(f"b.{ending}").read_bytes() != b""
 
 
 def test_draw_prices_several_schedules_by_a_ranks_share(capsys: pytest.CaptureFixture[str]):
-    out = told(capsys, "draw", "1F1B", "ZBV", "-p", "4", "-m", "8", "--width", "200")
+    out = printed(capsys, "draw", "1F1B", "ZBV", "-p", "4", "-m", "8", "--width", "200")
     assert "1F1B: total 33, span 33" in out
     assert "ZBVZeroBubble: total 25.5, span 24" in out
-    assert "total 51, span 48" in told(capsys, "draw", "ZBV", "-p", "4", "-m", "8")
+    assert "total 51, span 48" in printed(capsys, "draw", "ZBV", "-p", "4", "-m", "8")
 
 
 def test_costs_may_be_a_file(capsys: pytest.CaptureFixture[str]):
     Path("costs.json").write_text(Costs(F=2, I=2, W=2).to_json())
-    assert "total 66" in told(capsys, "draw", "1F1B", "--costs", "costs.json")
+    assert "total 66" in printed(capsys, "draw", "1F1B", "--costs", "costs.json")
 
 
 def test_forwards_alone_can_be_drawn(capsys: pytest.CaptureFixture[str]):
     Path("f.csv").write_text("0F0,0F1\n1F0,1F1\n")
-    assert "total 3" in told(capsys, "draw", "f.csv")
+    assert "total 3" in printed(capsys, "draw", "f.csv")
 
 
 # ---- checking -------------------------------------------------------------------------------------------------------
 def test_check_tells_counts(capsys: pytest.CaptureFixture[str]):
     Path("good.csv").write_text(GOOD)
-    assert told(capsys, "check", "good.csv") == "good.csv: good: 2 ranks, 2 stages, 2 microbatches, 8 actions\n"
+    assert printed(capsys, "check", "good.csv") == "good.csv: good: 2 ranks, 2 stages, 2 microbatches, 8 actions\n"
 
 
 def test_check_goes_on_after_a_bad_file(capsys: pytest.CaptureFixture[str]):
@@ -268,7 +268,7 @@ def test_an_interrupt_ends_with_130(capsys: pytest.CaptureFixture[str], monkeypa
 
 # ---- names and the table --------------------------------------------------------------------------------------------
 def test_names_have_a_line_each(capsys: pytest.CaptureFixture[str]):
-    lines = told(capsys, "names").splitlines()
+    lines = printed(capsys, "names").splitlines()
     assert [line.split()[0] for line in lines] == list(schedule_names())
     assert all(len(line.split()) > 3 and "`" not in line for line in lines)
 
@@ -299,7 +299,7 @@ def test_compare_gives_the_published_figures():
 
 
 def test_compare_marks_the_best(capsys: pytest.CaptureFixture[str]):
-    out = told(capsys, "compare", "--ranks", "8", "--microbatches", "24", "--costs", "overlap=3")
+    out = printed(capsys, "compare", "--ranks", "8", "--microbatches", "24", "--costs", "overlap=3")
     rows = {
         line.split()[0]: line.split()[1:] for line in out.splitlines() if line and line.split()[0] in schedule_names()
     }
@@ -313,7 +313,7 @@ def test_compare_marks_the_best(capsys: pytest.CaptureFixture[str]):
 
 
 def test_compare_tells_what_does_not_fit(capsys: pytest.CaptureFixture[str]):
-    out = told(capsys, "compare", "-p", "3", "-m", "5", "--costs", "boundary=2000000,saved=3e6")
+    out = printed(capsys, "compare", "-p", "3", "-m", "5", "--costs", "boundary=2000000,saved=3e6")
     assert re.search(r"^  DualPipe: .*3 ranks are odd", out.split("not for these counts:")[1], re.M)
     assert "MiB" in out
     assert "volume" in out
@@ -343,24 +343,24 @@ def test_view_shows_a_folders_timelines_simulated_first(
     Path("run").mkdir()
     Path("run/metrics.json").write_text('{"loss": 1}')
     for name in ("measured", "simulated"):
-        told(capsys, "draw", "1F1B" if name == "measured" else "ZBV", "--out", f"run/{name}.json")
-    assert told(capsys, "view", "run").startswith("wrote run/timeline.html (")
+        printed(capsys, "draw", "1F1B" if name == "measured" else "ZBV", "--out", f"run/{name}.json")
+    assert printed(capsys, "view", "run").startswith("wrote run/timeline.html (")
     assert page("run/timeline.html") == ["ZBVZeroBubble", "1F1B"]
     assert opened == [Path("run/timeline.html").resolve().as_uri()]
-    told(capsys, "view", "run")  # ours may be written again
-    assert told(capsys, "view", "run/timeline.html") == ""
+    printed(capsys, "view", "run")  # ours may be written again
+    assert printed(capsys, "view", "run/timeline.html") == ""
     assert len(opened) == 3
 
 
 def test_view_takes_a_schedule_or_a_timeline(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     Path("plan.csv").write_text(GOOD)
-    assert "wrote plan.html" in told(capsys, "view", "plan.csv", "--no-open", "--costs", "comm=0.5")
+    assert "wrote plan.html" in printed(capsys, "view", "plan.csv", "--no-open", "--costs", "comm=0.5")
     assert page("plan.html") == ["plan"]
-    told(capsys, "draw", "GPipe", "--out", "a.json")
-    assert "wrote b.html" in told(capsys, "view", "a.json", "--no-open", "--out", "b.html")
+    printed(capsys, "draw", "GPipe", "--out", "a.json")
+    assert "wrote b.html" in printed(capsys, "view", "a.json", "--no-open", "--out", "b.html")
     assert page("b.html") == ["GPipe"]
     monkeypatch.setattr("webbrowser.open", lambda url: False)
-    assert "no browser could be opened here; open b.html" in told(capsys, "view", "a.json", "-o", "b.html")
+    assert "no browser could be opened here; open b.html" in printed(capsys, "view", "a.json", "-o", "b.html")
 
 
 def test_our_own_options_are_documented():

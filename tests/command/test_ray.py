@@ -28,7 +28,7 @@ def _cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-class _OwnError(Exception):
+class _UserError(Exception):
     pass
 
 
@@ -36,7 +36,7 @@ def _meet(how: str) -> None:
     if os.environ["RANK"] == "1":
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        raise _OwnError("boo")
+        raise _UserError("boo")
     time.sleep(60)
 
 
@@ -47,17 +47,17 @@ def test_ranks_meet_and_results_come_by_rank_as_the_docs_say():
 
 
 @pytest.mark.parametrize(
-    ("how", "raised", "said"), [("raise", _OwnError, "boo"), ("kill", LaunchError, "rank 1 ended by")]
+    ("how", "raised", "message"), [("raise", _UserError, "boo"), ("kill", LaunchError, "rank 1 ended by")]
 )
-def test_first_failure_is_raised_and_the_rest_ended(how: str, raised: type[Exception], said: str):
+def test_first_failure_is_raised_and_the_rest_ended(how: str, raised: type[Exception], message: str):
     begin = time.monotonic()
-    with pytest.raises(raised, match=said) as caught:
+    with pytest.raises(raised, match=message) as caught:
         launch(_meet, how, ranks=2, on="ray:CPU", timeout=55)
     assert time.monotonic() - begin < 40
     if how == "raise":
-        told = str(caught.value.__cause__)
-        assert "on rank 1:" in told
-        assert 'raise _OwnError("boo")' in told
+        cause = str(caught.value.__cause__)
+        assert "on rank 1:" in cause
+        assert 'raise _UserError("boo")' in cause
 
 
 def test_late_ranks_are_ended():
@@ -68,16 +68,16 @@ def test_late_ranks_are_ended():
 def test_what_the_cluster_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_ray, "_RELEASE", 0.0)
     with pytest.raises(LaunchError, match="ranks=2 need 2 CPU, 2 XPU and the Ray cluster has 2 CPU, 1 XPU"):
-        launch(os.getpid, ranks=2, on="ray", timeout=1)  # the accelerator is found by itself
+        launch(os.getpid, ranks=2, on="ray", timeout=1)  # the cluster has an XPU, which is the default
 
 
 def test_ranks_of_a_node_are_neighbours():
-    class Kept:
+    class Store:
         host, port = "10.0.0.1", 7
 
     nodes = ["b", "a", "b", "a", "a"]
     assert _adjacent(nodes) == [0, 2, 1, 3, 4]
-    envs = _environments([nodes[index] for index in _adjacent(nodes)], Kept, {"A": "1"})
+    envs = _environments([nodes[index] for index in _adjacent(nodes)], Store, {"A": "1"})
     assert [env["LOCAL_RANK"] for env in envs] == ["0", "1", "0", "1", "2"]
     assert [env["LOCAL_WORLD_SIZE"] for env in envs] == ["2", "2", "3", "3", "3"]
     assert {(env["MASTER_ADDR"], env["MASTER_PORT"], env["WORLD_SIZE"], env["A"]) for env in envs} == {

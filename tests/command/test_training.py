@@ -37,31 +37,31 @@ def settings(name: str, ranks: int = 2, steps: int = 3) -> Settings:
 @pytest.mark.parametrize("name", ["ZBV", "DualPipe", "LoopedBFS"])
 def test_gradients_are_those_of_one_process(name: str, tmp_path: Path):
     wire = Wire()
-    given = settings(name)
-    kept = work(given, wire)  # type: ignore[arg-type]
+    small = settings(name)
+    last_step = work(small, wire)  # type: ignore[arg-type]
     assert [report.number for report in wire.sent if isinstance(report, Measured)] == [2]
-    last = together([kept])
-    found = verdict(given, last)
-    assert (found.largest, found.loss) == (0, 0)
-    assert found.numbers == sum(leaf.numel() for leaf in tree.leaves(last.before))
+    last = together([last_step])
+    result = verdict(small, last)
+    assert (result.largest, result.loss) == (0, 0)
+    assert result.numbers == sum(leaf.numel() for leaf in tree.leaves(last.before))
     last.grads[0]["embed"]["token"][0, 0] += 1
-    assert verdict(given, last).largest == 1
+    assert verdict(small, last).largest == 1
     assert [r.number for r in wire.sent if isinstance(r, Step)] == [0, 1, 2]
-    page = write(last, tmp_path / "made", name)
+    page = write(last, tmp_path / "out", name)
     assert sorted(p.name for p in page.parent.iterdir()) == ["measured.json", "simulated.json", "timeline.html"]
     assert f"{name} measured" in page.read_text() and f"{name} simulated" in page.read_text()
 
 
 def test_the_model_is_the_same_however_it_is_cut():
     x = torch.arange(6).view(1, 6)
-    found = []
+    outputs = []
     for stages in (1, 2, 3, 7):
         functions, params = gpt(Sizes(vocabulary=9, width=8, layers=3), stages)
         y = x
-        for fn, own in zip(functions, params, strict=True):
-            y = fn(own, y)
-        found.append(y)
-    assert all(torch.equal(found[0], other) for other in found)
+        for fn, p in zip(functions, params, strict=True):
+            y = fn(p, y)
+        outputs.append(y)
+    assert all(torch.equal(outputs[0], other) for other in outputs)
 
 
 def test_the_text_is_shipped_and_batches_follow_from_the_step():
@@ -91,7 +91,7 @@ def test_screen_shows_what_is_reported():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--schedule", "ZBX"], "did you mean ZBV"),
         (["--schedul", "DualPipeV"], "Did you mean '--schedule'?"),
@@ -105,10 +105,10 @@ def test_screen_shows_what_is_reported():
         (["--out", __file__], "is a file"),
     ],
 )
-def test_a_mistake_gets_help(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]):
+def test_a_mistake_gets_help(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
     assert main(["train", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert told in said and "Traceback" not in said
+    text = capsys.readouterr().err
+    assert message in text and "Traceback" not in text
 
 
 def test_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -118,9 +118,9 @@ def test_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     out = tmp_path / "run"
     common = ["--steps", "4", "--width", "8", "--layers", "2"]
     assert main(["train", "--schedule", str(plan), "--out", str(out), *common]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "2 processes, 4 stages" in said and "step 4" in said
-    assert "Largest difference of its gradients from a single process: 0 " in said
-    assert "2 processes share 1 of this machine's cores" in said
-    assert "Three things to try next" in said and all(f" {word} " in said for word in ("view", "train", "compare"))
+    text = " ".join(capsys.readouterr().out.split())
+    assert "2 processes, 4 stages" in text and "step 4" in text
+    assert "Largest difference of its gradients from a single process: 0 " in text
+    assert "2 processes share 1 of this machine's cores" in text
+    assert "Three things to try next" in text and all(f" {word} " in text for word in ("view", "train", "compare"))
     assert (out / "timeline.html").stat().st_size > 10_000
