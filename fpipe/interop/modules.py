@@ -7,8 +7,8 @@ schedules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence, Set
+from itertools import combinations, pairwise
 
 import torch
 from torch import fx, nn
@@ -51,29 +51,26 @@ def from_module(
     """
     if not isinstance(model, nn.Module):
         raise StageError(f"from_module takes an nn.Module, not a {type(model).__name__}")
-    empty = clone(model)
-    parts = pieces(empty, cuts, side)
+    parts = pieces(empty := clone(model), cuts, side)
     graphs = [fx.GraphModule(empty, piece.graph) for piece in parts]
     owned = claims(model, [[n for n, _ in graph.named_parameters(remove_duplicate=False)] for graph in graphs])
-    changing, edges, stages = set(running(model, state)), pairwise(["", *cuts, ""]), list[Stage]()
-    for graph, piece, claim, (low, high) in zip(graphs, parts, owned, edges, strict=True):
-        buffers = [name for name, _ in graph.named_buffers(remove_duplicate=False) if name in changing]
-        name = f"{type(model).__name__}[{low}:{high}]"
-        stages.append(Pure(graph, claim, sides=piece.sides, state=buffers, name=name).stage(claim))
-    _check_state(stages)
+    names = [f"{type(model).__name__}[{low}:{high}]" for low, high in pairwise(["", *cuts, ""])]
+    rows = zip(graphs, owned, parts, _state_of(graphs, names, set(running(model, state))), names, strict=True)
+    stages = [Pure(g, claim, sides=p.sides, state=own, name=name).stage(claim) for g, claim, p, own, name in rows]
     return stages, [claim.params for claim in owned]
 
 
-def _check_state(stages: Iterable[Stage]) -> None:
-    stage_of: dict[str, str] = {}
-    for stage in stages:
-        for name in stage.initial_state or ():
-            if name in stage_of:
+def _state_of(graphs: Iterable[nn.Module], names: Sequence[str], changing: Set[str]) -> list[list[str]]:
+    """The buffers of each stage that forward changes."""
+    state = [[n for n, _ in graph.named_buffers(remove_duplicate=False) if n in changing] for graph in graphs]
+    for (one, first), (other, second) in combinations(zip(names, state, strict=True), 2):
+        for name in first:
+            if name in second:
                 raise StageError(
-                    f"buffer {name!r} changes in two stages, {stage_of[name]} and {stage.name}, and cannot be in both; "
+                    f"buffer {name!r} changes in two stages, {one} and {other}, and cannot be in both; "
                     "cut so that the submodule runs in one stage, or call model.eval()"
                 )
-            stage_of[name] = stage.name
+    return state
 
 
 def to_module(

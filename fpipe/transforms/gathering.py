@@ -84,11 +84,8 @@ def _measured(
 ) -> TiedState:
     """The sizes of all copies, which are checked, and whether one is float64."""
     device, here = board_device(params, over), dict(zip(names(params), places(params).leaves, strict=True))
-    facts = {
-        slot: torch.tensor([float(here[name].numel()), float(here[name].dtype == torch.float64)])
-        for name, slot in slots.items()
-        if name in here
-    }
+    copies = {slot: here[name] for name, slot in slots.items() if name in here}
+    facts = {slot: torch.tensor([leaf.numel(), leaf.dtype == torch.float64]) for slot, leaf in copies.items()}
     rows = Board([2] * len(slots), device, over, wide(device)).complete(facts).view(-1, 2).cpu()
     state = TiedState(rows[:, 0].to(torch.int64), rows[:, 1].any())
     elements = state.sizes.tolist()
