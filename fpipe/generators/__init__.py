@@ -5,10 +5,20 @@ A generator is a pure function of counts. It knows nothing of tensors or process
 its result is valid.
 """
 
-from .catalogue import about_schedule, make_schedule, register_schedule, schedule_names, unregister_schedule
-from .sources import is_path, read_schedule, schedule_from
+from .catalogue import (
+    Source,
+    about_schedule,
+    is_path,
+    make_schedule,
+    read_schedule,
+    register_schedule,
+    schedule_from,
+    schedule_names,
+    unregister_schedule,
+)
 
 __all__ = [
+    "Source",
     "about_schedule",
     "is_path",
     "make_schedule",

@@ -41,8 +41,7 @@ def make_zb_1p(ranks: int, microbatches: int, stages: int) -> Schedule:
     >>> make_zb_1p(4, 8, 4).simulate().span
     27.0
     """
-    patterns = _best(ranks, microbatches, Costs(), limit=ranks)
-    return one_a_rank("ZB1P", patterns, microbatches, stages)
+    return one_a_rank("ZB1P", _best(ranks, microbatches, Costs(), limit=ranks), microbatches, stages)
 
 
 def make_zb_2p(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -51,8 +50,7 @@ def make_zb_2p(ranks: int, microbatches: int, stages: int) -> Schedule:
     >>> make_zb_2p(4, 8, 4).simulate().span
     24.0
     """
-    patterns = _best(ranks, microbatches, Costs(), limit=2 * ranks)
-    return one_a_rank("ZB2P", patterns, microbatches, stages)
+    return one_a_rank("ZB2P", _best(ranks, microbatches, Costs(), limit=2 * ranks), microbatches, stages)
 
 
 def automatic_zero_bubble(ranks: int, microbatches: int, costs: Costs, *, limit: float, name: str = "") -> Schedule:
@@ -65,8 +63,7 @@ def automatic_zero_bubble(ranks: int, microbatches: int, costs: Costs, *, limit:
     >>> automatic_zero_bubble(2, 8, costs, limit=4).simulate(costs).span
     33.0
     """
-    patterns = _best(ranks, microbatches, costs, limit)
-    return one_a_rank(name or "AutomaticZeroBubble", patterns, microbatches, ranks)
+    return one_a_rank(name or "AutomaticZeroBubble", _best(ranks, microbatches, costs, limit), microbatches, ranks)
 
 
 def _best(ranks: int, microbatches: int, costs: Costs, limit: float) -> list[str]:

@@ -7,10 +7,10 @@ estimated from their parameters. This module uses schedules and the simulator; i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from math import inf, isfinite
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..schedule import Schedule
 from ..schedules.costs import Costs
 from ..schedules.placement import Placement
 from ..schedules.timeline import Timeline
-from .catalogue import make_schedule, schedule_names
+from .catalogue import schedule_from, schedule_names
 
 #: How many simulated actions a search may spend; a second or two.
 _BUDGET = 2_000_000
@@ -42,7 +42,7 @@ class Balance:
     @property
     def sizes(self) -> tuple[int, ...]:
         """How many items each stage holds."""
-        return _sizes(self.starts, len(self.items))
+        return tuple(hi - lo for lo, hi in pairwise((*self.starts, len(self.items))))
 
     @property
     def costs(self) -> tuple[float, ...]:
@@ -65,10 +65,10 @@ class Balance:
         return self.even_timeline.total / self.timeline.total
 
     def __str__(self) -> str:
-        even = _sums(self.items, self.even)
-        sizes = zip(self.sizes, self.costs, _sizes(self.even, len(self.items)), even, strict=True)
+        even = replace(self, starts=self.even)
         lines = ["stage  rank    items       cost    evenly       cost"]
-        for stage, (size, cost, even_size, even_cost) in enumerate(sizes):
+        columns = zip(self.sizes, self.costs, even.sizes, even.costs, strict=True)
+        for stage, (size, cost, even_size, even_cost) in enumerate(columns):
             rank = ",".join(map(str, self.schedule.placement.ranks_of(stage)))
             lines.append(f"{stage:5d}  {rank:>4s}  {size:7d}  {cost:9.4g}  {even_size:8d}  {even_cost:9.4g}")
         for title, timeline in (("balanced", self.timeline), ("evenly", self.even_timeline)):
@@ -115,33 +115,22 @@ def spread(costs: Sequence[float], parts: int) -> tuple[int, ...]:
     if not 1 <= parts <= count:
         raise StageError(f"{count} items cannot be cut into {parts} parts; every part needs one at least")
     sums = [0.0, *accumulate(costs)]
-    # least[k][j]: the least possible largest cost of k parts with the first j items
-    least = _table(parts, count, lambda before, cost: max(before, cost), sums, inf)[0]
-    bound = least[parts][count] * (1 + 1e-12)
-    _, back = _table(parts, count, lambda before, cost: before + cost * cost, sums, bound)
-    starts, end = [], count
-    for k in range(parts, 0, -1):
-        end = back[k][end]
-        starts.append(end)
-    return tuple(reversed(starts))
-
-
-def _table(
-    parts: int, count: int, join: Callable[[float, float], float], sums: Sequence[float], bound: float
-) -> tuple[list[list[float]], list[list[int]]]:
-    """By parts and items: the least joined cost, and where the last part begins."""
-    value = [[inf] * (count + 1) for _ in range(parts + 1)]
-    back = [[0] * (count + 1) for _ in range(parts + 1)]
-    value[0][0] = 0.0
+    ends = range(count + 1)
+    # by the number of parts, then of items: the least possible largest cost
+    least = sums
+    for k in range(2, parts + 1):
+        least = [min((max(least[i], sums[j] - sums[i]) for i in range(k - 1, j)), default=inf) for j in ends]
+    bound = least[count] * (1 + 1e-12)
+    # the same for the sum of squares of costs up to that one, with the places where the parts begin
+    best: list[tuple[float, tuple[int, ...]]] = [(inf, ()) for _ in ends]
+    best[0] = (0.0, ())
     for k in range(1, parts + 1):
-        for j in range(k, count + 1):
-            for i in range(k - 1, j):
-                cost = sums[j] - sums[i]
-                if cost <= bound and value[k - 1][i] < inf:
-                    joined = join(value[k - 1][i], cost)
-                    if joined < value[k][j]:
-                        value[k][j], back[k][j] = joined, i
-    return value, back
+        squares = [
+            [(best[i][0] + cost * cost, i) for i in range(k - 1, j) if (cost := sums[j] - sums[i]) <= bound]
+            for j in ends
+        ]
+        best = [(value, (*best[i][1], i)) for value, i in (min(some, default=(inf, 0)) for some in squares)]
+    return best[count][1]
 
 
 def estimate(module: Any) -> float:
@@ -150,14 +139,9 @@ def estimate(module: Any) -> float:
     ``module`` is anything with ``modules()`` as an ``nn.Module`` has it. A vocabulary head counts in full, an
     embedding nothing.
     """
-    seen: dict[int, int] = {}
-    for child in module.modules():
-        if "Embedding" in type(child).__name__:
-            continue
-        for parameter in child.parameters(recurse=False):
-            if parameter.dim() > 1:
-                seen[id(parameter)] = parameter.numel()
-    return float(sum(seen.values()))
+    counted = (child for child in module.modules() if "Embedding" not in type(child).__name__)
+    parameters = {id(p): p for child in counted for p in child.parameters(recurse=False)}
+    return float(sum(p.numel() for p in parameters.values() if p.dim() > 1))
 
 
 # ---- inside ----------------------------------------------------------------------------------------------------------
@@ -195,22 +179,14 @@ def _schedule(
         if not looped and placement != Placement.v(ranks):
             raise ScheduleError(f"no schedule is known for {placement}; pass the Schedule that will run")
         placement = "loop" if looped else "v"
-    count = 4 * ranks if microbatches is None else microbatches
-    key = str(placement).lower()
-    if key == "loop":
-        return make_schedule("1F1B" if stages in (None, ranks) else "Interleaved1F1B", ranks, count, stages=stages)
-    if key == "v":
-        return make_schedule("ZBV", ranks, count, stages=stages)
     if not isinstance(placement, str):
         known = ", ".join(schedule_names()[:3])
         raise ScheduleError(
             f"placement={placement!r}; give 'loop', 'v', a schedule's name ({known}, ...) or a Schedule"
         )
-    return make_schedule(placement, ranks, count, stages=stages)
-
-
-def _sizes(starts: Sequence[int], count: int) -> tuple[int, ...]:
-    return tuple(hi - lo for lo, hi in pairwise((*starts, count)))
+    names = {"loop": "1F1B" if stages in (None, ranks) else "Interleaved1F1B", "v": "ZBV"}
+    count = 4 * ranks if microbatches is None else microbatches
+    return schedule_from(names.get(placement.lower(), placement), ranks, count, stages)
 
 
 def _sums(items: Sequence[float], starts: Sequence[int]) -> tuple[float, ...]:
@@ -218,7 +194,7 @@ def _sums(items: Sequence[float], starts: Sequence[int]) -> tuple[float, ...]:
 
 
 def _simulate(schedule: Schedule, costs: Sequence[float]) -> Timeline:
-    return schedule.simulate(Costs(F=tuple(costs), I=tuple(costs), W=tuple(costs)))
+    return schedule.simulate(Costs(F=costs, I=costs, W=costs))
 
 
 def _score(schedule: Schedule, items: Sequence[float], starts: Sequence[int]) -> tuple[float, float]:
@@ -232,12 +208,9 @@ def _climb(schedule: Schedule, items: Sequence[float], starts: tuple[int, ...]) 
     score, better = _score(schedule, items, starts), True
     while better and left > 0:
         better = False
-        for index in range(1, len(starts)):
-            for by in (-1, 1):
-                moved = (*starts[:index], starts[index] + by, *starts[index + 1 :])
-                edges = (*moved, len(items))
-                if left <= 0 or not all(lo < hi for lo, hi in pairwise(edges)):
-                    continue
+        for index, by in product(range(1, len(starts)), (-1, 1)):
+            moved = (*starts[:index], starts[index] + by, *starts[index + 1 :])
+            if left > 0 and all(lo < hi for lo, hi in pairwise((*moved, len(items)))):
                 left -= 1
                 tried = _score(schedule, items, moved)
                 if tried < score:

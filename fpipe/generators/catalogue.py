@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The catalogue: which schedules have a name, which counts each accepts, and the names that users register.
+"""How a name, a file, a function or a ``Schedule`` becomes a ``Schedule``; the catalogue of names is part of it.
 
 A new schedule is one function and one row in ``TABLE`` or, for users, one call of :func:`register_schedule`.
 """
@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 from collections.abc import Callable
 from operator import index
-from typing import Any, NamedTuple, TypeVar, overload
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 
 from ..errors import ScheduleError
-from ..schedule import Schedule
+from ..schedule import Schedule, read_text
+from ..schedules.text import parse_csv, parse_rows
 from .automatic import make_zb_1p, make_zb_2p
 from .chimera import make_chimera
 from .dualpipe import make_dual_pipe, make_dual_pipe_v
@@ -26,14 +30,15 @@ from .zbv import make_zbv
 from .zero_bubble import make_interleaved_zero_bubble, make_zb_h1, make_zb_h2
 
 Maker = TypeVar("Maker", bound=Callable[..., Schedule])
+Source: TypeAlias = str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
 
 
 class _Entry(NamedTuple):
-    """A built-in schedule: its generator, and how many stages it places on a rank."""
+    """A schedule with a name: its generator, and how many stages it places on a rank."""
 
     name: str
-    make: Callable[[int, int, int], Schedule]
-    per_rank: int = 1  #: by default
+    make: Callable[..., Schedule]
+    per_rank: int = 1  #: by default; 0 for a registered function, which is not asked for it
     step: int = 1  #: any multiple of this
     exactly: bool = False  #: or no other number than the default
 
@@ -67,9 +72,8 @@ def _key(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "").replace(" ", "")
 
 
-_BUILT_IN = {_key(entry.name): entry for entry in TABLE}
-_BUILT_IN.update({_key(other): _BUILT_IN[_key(name)] for other, name in _ALSO.items()})
-_REGISTERED: dict[str, tuple[str, Callable[..., Schedule]]] = {}
+_KNOWN = {_key(entry.name): entry for entry in TABLE}
+_KNOWN |= {_key(other): _KNOWN[_key(name)] for other, name in _ALSO.items()}
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -78,16 +82,7 @@ def schedule_names() -> tuple[str, ...]:
     >>> schedule_names()[:3]
     ('GPipe', '1F1B', 'Interleaved1F1B')
     """
-    return (*(entry.name for entry in TABLE), *(name for name, _ in _REGISTERED.values()))
-
-
-def is_known(name: str) -> bool:
-    """Whether :func:`make_schedule` knows this name.
-
-    >>> is_known("zbv"), is_known("plan.csv")
-    (True, False)
-    """
-    return _key(name) in _BUILT_IN or _key(name) in _REGISTERED
+    return tuple(dict.fromkeys(entry.name for entry in _KNOWN.values()))
 
 
 def about_schedule(name: str) -> str:
@@ -96,11 +91,7 @@ def about_schedule(name: str) -> str:
     >>> about_schedule("GPipe")
     'All forwards, then all backwards, both in ascending order.'
     """
-    if not is_known(name):
-        raise ScheduleError(_unknown(name), rule="name")
-    key = _key(name)
-    make = _BUILT_IN[key].make if key in _BUILT_IN else _REGISTERED[key][1]
-    return (inspect.getdoc(make) or "").partition("\n")[0]
+    return (inspect.getdoc(_entry(name).make) or "").partition("\n")[0]
 
 
 def make_schedule(name: str, ranks: int, microbatches: int, stages: int | None = None) -> Schedule:
@@ -116,25 +107,71 @@ def make_schedule(name: str, ranks: int, microbatches: int, stages: int | None =
     """
     ranks, microbatches = _count("ranks", ranks), _count("microbatches", microbatches)
     stages = None if stages is None else _count("stages", stages)
-    key = _key(name) if isinstance(name, str) else ""
-    if key in _BUILT_IN:
-        entry = _BUILT_IN[key]
-        count = _stages(entry, ranks, stages)
-        _check_size(max(count, ranks), microbatches)
-        return entry.make(ranks, microbatches, count)
-    if key in _REGISTERED:
-        return _registered(*_REGISTERED[key], ranks, microbatches, stages)
-    raise ScheduleError(_unknown(name), rule="name")
-
-
-def _check_size(stages: int, microbatches: int) -> None:
-    """Refuse a schedule that would not fit in memory."""
-    if 2 * stages * microbatches > MOST_ACTIONS:
+    entry = _entry(name)
+    if not entry.per_rank:
+        return _registered(entry, ranks, microbatches, stages)
+    count = _stages(entry, ranks, stages)
+    actions = 2 * max(count, ranks) * microbatches
+    if actions > MOST_ACTIONS:
         raise ScheduleError(
-            f"{stages} stages and {microbatches} microbatches are {2 * stages * microbatches:,} forwards and "
+            f"{max(count, ranks)} stages and {microbatches} microbatches are {actions:,} forwards and "
             f"backwards; at most {MOST_ACTIONS:,} are allowed, which take gigabytes. Give fewer ranks or microbatches",
             rule="size",
         )
+    return entry.make(ranks, microbatches, count)
+
+
+def schedule_from(source: Source, ranks: int, microbatches: int, stages: int | None = None) -> Schedule:
+    """The schedule that ``source`` describes; not yet checked.
+
+    ``source`` is a name for :func:`make_schedule`, the path of a file (see :func:`is_path`), a function
+    ``(ranks, microbatches) -> Schedule``, or a Schedule, which is returned as it is. A name is made with these counts,
+    and a function is called with them. A file and a Schedule have their own counts, and a function may return others:
+    the caller compares them with what it needs.
+
+    >>> schedule_from("1F1B", ranks=2, microbatches=3)
+    Schedule(1F1B, ranks=2, microbatches=3, stages=2)
+    >>> schedule_from(lambda ranks, microbatches: make_schedule("ZBV", ranks, microbatches), 2, 3).stages
+    4
+    """
+    if isinstance(source, Schedule):
+        return source
+    if isinstance(source, PathLike) or (isinstance(source, str) and is_path(source)):
+        return read_schedule(source)
+    if isinstance(source, str):
+        return make_schedule(source, ranks, microbatches, stages)
+    if not callable(source):
+        raise ScheduleError(
+            f"schedule={source!r}; give a name, a Schedule, a path to a CSV or a function (ranks, microbatches)",
+            rule="name",
+        )
+    return _returned(source(ranks, microbatches), "the schedule function")
+
+
+def is_path(source: str) -> bool:
+    """Whether :func:`schedule_from` reads ``source`` as a path: it ends in .csv or .txt, contains a separator of
+    folders, or is an existing file whose name is no schedule's.
+
+    >>> is_path("plan.csv"), is_path("1F1B")
+    (True, False)
+    """
+    if Path(source).suffix.lower() in (".csv", ".txt") or os.sep in source:
+        return True
+    return os.path.isfile(source) and _key(source) not in _KNOWN
+
+
+def read_schedule(path: str | PathLike[str]) -> Schedule:
+    """The schedule in a text file, written as CSV or as ``str(schedule)`` writes it.
+
+    >>> import tempfile
+    >>> file = Path(tempfile.mkdtemp(), "plan.txt")
+    >>> _ = file.write_text("[0F0, 0B0]")
+    >>> read_schedule(file)
+    Schedule(plan, ranks=1, microbatches=1, stages=1)
+    """
+    text = read_text(path)
+    parse = parse_rows if text[:4096].lstrip(" \t\r\n").startswith("[") else parse_csv
+    return Schedule(parse(text), name=Path(path).stem)
 
 
 @overload
@@ -158,10 +195,10 @@ def register_schedule(name: str, fn: Maker | None = None) -> Maker | Callable[[M
         return lambda generator: register_schedule(name, generator)
     if not isinstance(name, str) or not _key(name):
         raise ScheduleError(f"a schedule cannot be called {name!r}; use letters or digits", rule="name")
-    if _key(name) in _BUILT_IN:
-        taken = _BUILT_IN[_key(name)].name
+    taken = _KNOWN.get(_key(name))
+    if taken and taken.per_rank:
         raise ScheduleError(
-            f"{name!r} is built in (as {taken}) and is not replaced; register another name", rule="name"
+            f"{name!r} is built in (as {taken.name}) and is not replaced; register another name", rule="name"
         )
     if not callable(fn):
         raise ScheduleError(
@@ -169,7 +206,7 @@ def register_schedule(name: str, fn: Maker | None = None) -> Maker | Callable[[M
             "it can be passed wherever a name can",
             rule="name",
         )
-    _REGISTERED[_key(name)] = (name, fn)
+    _KNOWN[_key(name)] = _Entry(name, fn, per_rank=0)
     return fn
 
 
@@ -181,8 +218,22 @@ def unregister_schedule(name: str) -> None:
     ...
     fpipe.errors.ScheduleError: no schedule is registered as 'GPipe'; only registered names can be removed
     """
-    if _REGISTERED.pop(_key(name), None) is None:
+    if _key(name) not in _KNOWN or _KNOWN[_key(name)].per_rank:
         raise ScheduleError(f"no schedule is registered as {name!r}; only registered names can be removed", rule="name")
+    del _KNOWN[_key(name)]
+
+
+def _entry(name: object) -> _Entry:
+    key = _key(name) if isinstance(name, str) else ""
+    if key in _KNOWN:
+        return _KNOWN[key]
+    names = {_key(n): n for n in (*schedule_names(), *_ALSO)}
+    close = difflib.get_close_matches(_key(str(name)), names, n=3, cutoff=0.5)
+    if close:
+        remedy = f"did you mean {' or '.join(names[key] for key in close)}?"
+    else:
+        remedy = f"there are {', '.join(schedule_names())}"
+    raise ScheduleError(f"no schedule is called {name!r}; {remedy}", rule="name")
 
 
 def _count(what: str, value: Any) -> int:
@@ -196,9 +247,9 @@ def _count(what: str, value: Any) -> int:
 
 
 def _stages(entry: _Entry, ranks: int, stages: int | None) -> int:
-    if stages is None:
-        return ranks * entry.per_rank
     wanted = ranks * entry.per_rank
+    if stages is None:
+        return wanted
     if entry.exactly and stages != wanted:
         raise ScheduleError(
             f"{entry.name} takes {wanted} stages on {ranks} ranks, not {stages}; give stages={wanted} or leave it out",
@@ -215,20 +266,23 @@ def _stages(entry: _Entry, ranks: int, stages: int | None) -> int:
     return stages
 
 
-def _registered(name: str, fn: Callable[..., Schedule], ranks: int, microbatches: int, stages: int | None) -> Schedule:
-    result = fn(ranks, microbatches, stages=stages) if _takes_stages(fn) else fn(ranks, microbatches)
-    if not isinstance(result, Schedule):
-        raise ScheduleError(
-            f"the function registered as {name!r} returned {type(result).__name__}; it must return a Schedule",
-            rule="name",
-        )
+def _registered(entry: _Entry, ranks: int, microbatches: int, stages: int | None) -> Schedule:
+    who = f"the function registered as {entry.name!r}"
+    keywords = {"stages": stages} if _takes_stages(entry.make) else {}
+    result = _returned(entry.make(ranks, microbatches, **keywords), who)
     for what, number in (("ranks", ranks), ("microbatches", microbatches), ("stages", stages)):
         if number not in (None, getattr(result, what)):
             raise ScheduleError(
-                f"the function registered as {name!r} was called for {what}={number} and returned a schedule with "
+                f"{who} was called for {what}={number} and returned a schedule with "
                 f"{getattr(result, what)}; request that number, or correct the function",
                 rule=what,
             )
+    return result
+
+
+def _returned(result: object, who: str) -> Schedule:
+    if not isinstance(result, Schedule):
+        raise ScheduleError(f"{who} returned a {type(result).__name__}; it must return an fpipe.Schedule", rule="name")
     return result
 
 
@@ -238,11 +292,3 @@ def _takes_stages(fn: Callable[..., Schedule]) -> bool:
     except (TypeError, ValueError):  # a callable without a signature
         return False
     return "stages" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def _unknown(name: object) -> str:
-    known = {**{_key(n): n for n in (*schedule_names(), *_ALSO)}}
-    close = difflib.get_close_matches(_key(str(name)), known, n=3, cutoff=0.5)
-    if close:
-        return f"no schedule is called {name!r}; did you mean {' or '.join(known[key] for key in close)}?"
-    return f"no schedule is called {name!r}; there are {', '.join(schedule_names())}"

@@ -20,15 +20,11 @@ left out. At F = B a rank idles for p - 2 passes; it holds p/2 + 1 (the outermos
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import TypeAlias
 
-from ..errors import ScheduleError
 from ..schedule import Schedule
 from ..schedules.actions import Action, Op, Row
-from ..schedules.placement import Placement
-from .one_f_one_b import make_one_f_one_b
-from .patterns import deal, evenly, keep, tape
+from .patterns import deal, evenly, in_pairs, keep, tape
 
 Leg: TypeAlias = tuple[int, Op, Sequence[range]]  #: stage, op, the microbatches of each unit
 
@@ -40,27 +36,17 @@ def make_chimera(ranks: int, microbatches: int, stages: int) -> Schedule:
     [0F0, 1F1, 1B1, 0B0]
     [0F1, 1F0, 1B0, 0B1]
     """
-    if ranks == 1:
-        return replace(make_one_f_one_b(1, microbatches, 1), name="Chimera")
-    if ranks % 2:
-        raise ScheduleError(
-            f"Chimera pairs ranks from both ends, and {ranks} ranks are odd; take {ranks - 1} or {ranks + 1}",
-            rule="ranks",
-        )
-    going_up = microbatches // 2
-    going_down = microbatches - going_up
-    half, drawn = ranks // 2, max(going_down, ranks // 2)
-    units = max(1, going_up // half)
-    down, up = evenly(range(drawn), units), evenly(range(drawn, drawn + max(going_up, half)), units)
-    rows = []
-    for near in range(half):
-        rows.append(_row(near, ranks - 1 - near, down, up))
-        rows.append(_row(near, ranks - 1 - near, up, down))
-    rows = (*rows[::2], *rows[:0:-2])
-    if microbatches < ranks:
-        rows = keep(rows, (*range(going_down), *range(drawn, drawn + going_up)))
-    placement = Placement.bidirectional(ranks, microbatches, up=range(going_down, microbatches))
-    return Schedule(rows, placement, microbatches, "Chimera")
+
+    def rows(going_down: int, going_up: int) -> Sequence[Row]:
+        half = ranks // 2
+        units, drawn_down, drawn_up = max(1, going_up // half), max(going_down, half), max(going_up, half)
+        drawn = drawn_down + drawn_up
+        down, up = evenly(range(drawn_down), units), evenly(range(drawn_down, drawn), units)
+        upper = [_row(near, ranks - 1 - near, down, up) for near in range(half)]
+        lower = [_row(near, ranks - 1 - near, up, down) for near in range(half)]
+        return keep(upper + lower[::-1], drawn, (*range(going_down), *range(drawn_down, drawn_down + going_up)))
+
+    return in_pairs("Chimera", ranks, microbatches, rows)
 
 
 def _row(near: int, far: int, first: Sequence[range], second: Sequence[range]) -> Row:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from ..errors import ScheduleError
 from ..schedule import Schedule
 from ..schedules.costs import Costs
+from ..schedules.pictures.labels import number
 from .catalogue import make_schedule, schedule_names
 
 
@@ -61,8 +62,7 @@ def compare(
     >>> entries[0].name, entries[0].bubble, entries[0].total
     ('ZBVZeroBubble', 0.0, 25.5)
     """
-    entries: list[Entry] = []
-    left_out: list[str] = []
+    entries, left_out = [], []
     for name in schedule_names():
         try:
             schedule = make_schedule(name, ranks, microbatches, stages).check()
@@ -76,17 +76,8 @@ def compare(
 def _entry(name: str, schedule: Schedule, costs: Costs) -> Entry:
     t = schedule.simulate(per_share(costs, schedule))
     held = max(len(schedule.placement.stages_of(rank)) for rank in range(schedule.ranks))
-    return Entry(
-        name=name,
-        stages=schedule.stages,
-        bubble=max(t.bubble, 0.0),
-        total=t.total,
-        span=t.span,
-        memory=max(t.peak_bytes),
-        weights=held * schedule.ranks / schedule.stages,
-        messages=t.messages,
-        volume=t.volume,
-    )
+    memory, weights = max(t.peak_bytes), held * schedule.ranks / schedule.stages
+    return Entry(name, schedule.stages, max(t.bubble, 0.0), t.total, t.span, memory, weights, t.messages, t.volume)
 
 
 # ---- as text --------------------------------------------------------------------------------------------------------
@@ -120,9 +111,9 @@ def table(entries: Sequence[Entry], best: Callable[[str], str] = str) -> Iterato
 
 def _columns(entries: Sequence[Entry]) -> Iterator[_Column]:
     yield _Column("bubble", lambda v: f"{100 * v:.2f}%")
-    yield _Column("total", _number)
-    yield _Column("span", _number)
-    yield _Column("memory", _bytes if max((e.memory for e in entries), default=0) >= 4096 else _number)
+    yield _Column("total", number)
+    yield _Column("span", number)
+    yield _Column("memory", _bytes if max((e.memory for e in entries), default=0) >= 4096 else number)
     yield _Column("weights", lambda v: f"{v:g}x", starred=False)
     yield _Column("messages", str)
     if any(entry.volume for entry in entries):
@@ -132,10 +123,6 @@ def _columns(entries: Sequence[Entry]) -> Iterator[_Column]:
 def _is_best(entry: Entry, entries: Sequence[Entry], field: str) -> bool:
     numbers = [round(getattr(e, field), 9) for e in entries]
     return round(getattr(entry, field), 9) == min(numbers) < max(numbers)
-
-
-def _number(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
 def _bytes(value: float) -> str:

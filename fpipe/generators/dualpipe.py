@@ -26,15 +26,12 @@ that end. Six ranks run the patterns of three, in each half:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 
-from ..errors import ScheduleError
 from ..schedule import Schedule
 from ..schedules.actions import Action, Row
 from ..schedules.placement import Placement
-from .one_f_one_b import make_one_f_one_b
-from .patterns import Tape, deal, fused, keep, oldest, queueing, tape
+from .patterns import Tape, deal, fused, in_pairs, keep, oldest, queueing, tape
 
 
 def make_dual_pipe_v(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -45,9 +42,8 @@ def make_dual_pipe_v(ranks: int, microbatches: int, stages: int) -> Schedule:
     """
     drawn = max(2 * ranks, microbatches)
     batches = range(drawn)
-    rows = tuple(_row(_pattern(ranks, r, drawn), (r, batches), (stages - 1 - r, batches)) for r in range(ranks))
-    if drawn > microbatches:
-        rows = keep(rows, batches[drawn - microbatches :])
+    rows = [_row(_pattern(ranks, r, drawn), (r, batches), (stages - 1 - r, batches)) for r in range(ranks)]
+    rows = keep(rows, drawn, batches[drawn - microbatches :])
     return Schedule(rows, Placement.v(ranks), microbatches, "DualPipeV")
 
 
@@ -58,26 +54,16 @@ def make_dual_pipe(ranks: int, microbatches: int, stages: int) -> Schedule:
     [0F0, 1F1, 1B1, 0I0, 0W0]
     [0F1, 1F0, 1B0, 0I1, 0W1]
     """
-    if ranks == 1:
-        return replace(make_one_f_one_b(1, microbatches, 1), name="DualPipe")
-    if ranks % 2:
-        raise ScheduleError(
-            f"DualPipe pairs ranks from both ends, and {ranks} ranks are odd; "
-            f"take {ranks - 1} or {ranks + 1}, or DualPipeV",
-            rule="ranks",
-        )
-    going_up = microbatches // 2
-    drawn = max(ranks, microbatches - going_up)
-    down, up = range(drawn), range(drawn, 2 * drawn)
-    patterns = [_pattern(ranks // 2, near, drawn) for near in range(ranks // 2)]
-    upper = [_row(pattern, (r, down), (ranks - 1 - r, up)) for r, pattern in enumerate(patterns)]
-    lower = [_row(pattern, (r, up), (ranks - 1 - r, down)) for r, pattern in enumerate(patterns)]
-    kept = (*down[going_up - microbatches :], *up[len(up) - going_up :])
-    rows = tuple(upper + lower[::-1])
-    if len(kept) < 2 * drawn:
-        rows = keep(rows, kept)
-    placement = Placement.bidirectional(ranks, microbatches, up=range(microbatches - going_up, microbatches))
-    return Schedule(rows, placement, microbatches, "DualPipe")
+
+    def rows(going_down: int, going_up: int) -> Sequence[Row]:
+        drawn = max(ranks, going_down)
+        down, up = range(drawn), range(drawn, 2 * drawn)
+        patterns = [_pattern(ranks // 2, near, drawn) for near in range(ranks // 2)]
+        upper = [_row(pattern, (r, down), (ranks - 1 - r, up)) for r, pattern in enumerate(patterns)]
+        lower = [_row(pattern, (r, up), (ranks - 1 - r, down)) for r, pattern in enumerate(patterns)]
+        return keep(upper + lower[::-1], 2 * drawn, (*down[drawn - going_down :], *up[drawn - going_up :]))
+
+    return in_pairs("DualPipe", ranks, microbatches, rows, "or DualPipeV")
 
 
 def _pattern(p: int, r: int, m: int) -> str:

@@ -39,6 +39,4 @@ def make_hanayo(ranks: int, microbatches: int, stages: int) -> Schedule:
         held = placement.stages_of(rank)
         legs: list[Leg] = [*((s, "F", units) for s in held), *((s, "B", units) for s in reversed(held))]
         rows.append(two_streams(ranks - rank, len(held) * drawn, stream(legs[::2]), stream(legs[1::2])))
-    if drawn > microbatches:
-        rows = keep(rows, range(microbatches))
-    return Schedule(tuple(rows), placement, microbatches, "Hanayo")
+    return Schedule(keep(rows, drawn, range(microbatches)), placement, microbatches, "Hanayo")

@@ -27,28 +27,10 @@ from ..schedules.placement import Placement
 from .patterns import deal, evenly, tape
 
 
-def groups(microbatches: int, ranks: int) -> list[range]:
-    """Microbatches in groups of ``ranks`` or a little more.
-
-    >>> groups(10, 4), groups(3, 4)
-    ([range(0, 5), range(5, 10)], [range(0, 3)])
-    """
-    return evenly(range(microbatches), max(1, microbatches // ranks))
-
-
-def group_order(microbatches: int, ranks: int, chunks: int) -> list[tuple[int, int]]:
-    """(chunk, microbatch) in the order of forwards: group, then chunk, then microbatch.
-
-    >>> group_order(2, 2, 2)
-    [(0, 0), (0, 1), (1, 0), (1, 1)]
-    """
-    return [(c, m) for group in groups(microbatches, ranks) for c in range(chunks) for m in group]
-
-
 def by_groups(
     name: str, pattern: Callable[[int, int, int], str], ranks: int, microbatches: int, stages: int
 ) -> Schedule:
-    """The schedule that goes by :func:`group_order`, backwards from the last chunk.
+    """Microbatches in groups of ``ranks`` or a little more: each group through every chunk, backwards from the last.
 
     ``pattern(rank, total, ahead)`` is a rank's row of ``total`` forwards; the first group has ``ahead`` of them before
     its last chunk.
@@ -57,9 +39,9 @@ def by_groups(
     [0F0, 0F1, 2F0, 2F1, 2B0, 2B1, 0B0, 0B1]
     [1F0, 1F1, 3F0, 3F1, 3B0, 3B1, 1B0, 1B1]
     """
-    chunks = stages // ranks
-    order = group_order(microbatches, ranks, chunks)
-    total, ahead = len(order), (chunks - 1) * len(groups(microbatches, ranks)[0])
+    chunks, groups = stages // ranks, evenly(range(microbatches), max(1, microbatches // ranks))
+    order = [(c, m) for group in groups for c in range(chunks) for m in group]
+    total, ahead = len(order), (chunks - 1) * len(groups[0])
     batches = [m for _, m in order]
     backwards: tuple[Op, ...] = ("B", "I", "W")
     rows = []

@@ -11,12 +11,13 @@ This file knows letters and tapes. It knows no particular schedule and no depend
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, repeat
 from typing import TypeAlias
 
+from ..errors import ScheduleError
 from ..schedule import Schedule
-from ..schedules.actions import Action, AnyAction, Fused, Op, Row
+from ..schedules.actions import Action, AnyAction, Fused, Op, Row, joined
 from ..schedules.placement import Placement
 
 Tape: TypeAlias = Iterator[AnyAction]
@@ -86,24 +87,48 @@ def evenly(microbatches: range, parts: int) -> list[range]:
     return [microbatches[a:b] for a, b in pairwise(cuts)]
 
 
-def keep(rows: Iterable[Row], microbatches: Sequence[int]) -> tuple[Row, ...]:
-    """The rows with only these microbatches, numbered anew from 0; a fused action that loses parts keeps the others.
+def keep(rows: Iterable[Row], drawn: int, microbatches: Sequence[int]) -> tuple[Row, ...]:
+    """The rows of ``drawn`` microbatches with only these, numbered anew from 0; a fused action that loses parts keeps
+    the others.
 
     Microbatches do not depend on each other, so a valid schedule without some of them is valid. A schedule built for
     many microbatches becomes one for few.
 
-    >>> keep([deal("FFBB", tapes(0, 2))], [1])
+    >>> keep([deal("FFBB", tapes(0, 2))], 2, [1])
     ((0F0, 0B0),)
     """
+    if len(microbatches) == drawn:
+        return tuple(rows)
     number = {old: new for new, old in enumerate(microbatches)}
-    kept: list[Row] = []
-    for row in rows:
-        parts = [
-            tuple(p._replace(microbatch=number[p.microbatch]) for p in action.parts if p.microbatch in number)
+    return tuple(
+        tuple(
+            joined([part._replace(microbatch=number[part.microbatch]) for part in parts])
             for action in row
-        ]
-        kept.append(tuple(some[0] if len(some) == 1 else Fused(some) for some in parts if some))
-    return tuple(kept)
+            if (parts := [part for part in action.parts if part.microbatch in number])
+        )
+        for row in rows
+    )
+
+
+def in_pairs(
+    name: str, ranks: int, microbatches: int, make: Callable[[int, int], Sequence[Row]], other: str = ""
+) -> Schedule:
+    """The schedule with two directions: ranks pair from both ends, and of an odd count of microbatches one more goes
+    down than up. ``make(going_down, going_up)`` returns the rows for two ranks or more. ``other`` is another remedy
+    for an odd count of ranks.
+
+    >>> in_pairs("DualPipe", 1, 1, lambda going_down, going_up: [])
+    Schedule(DualPipe, ranks=1, microbatches=1, stages=1)
+    """
+    if ranks == 1:
+        return one_a_rank(name, ["FB" * microbatches], microbatches, 1)
+    if ranks % 2:
+        remedy = ", ".join(filter(None, (f"take {ranks - 1} or {ranks + 1}", other)))
+        raise ScheduleError(f"{name} pairs ranks from both ends, and {ranks} ranks are odd; {remedy}", rule="ranks")
+    going_up = microbatches // 2
+    rows = tuple(make(microbatches - going_up, going_up))
+    placement = Placement.bidirectional(ranks, microbatches, up=range(microbatches - going_up, microbatches))
+    return Schedule(rows, placement, microbatches, name)
 
 
 def one_a_rank(name: str, patterns: Sequence[str], microbatches: int, stages: int) -> Schedule:

@@ -26,13 +26,11 @@ def make_zbv(ranks: int, microbatches: int, stages: int) -> Schedule:
     [0F0, 1F0, 1I0, 1W0, 0F1, 0I0, 0W0, 1F1, 1I1, 1W1, 0I1, 0W1]
     """
     drawn = max(2 * ranks - 1, microbatches)
-    rows = tuple(
+    rows = (
         deal(_pattern(ranks, rank, drawn), tapes(rank, drawn) | tapes(stages - 1 - rank, drawn, small=True))
         for rank in range(ranks)
     )
-    if drawn > microbatches:
-        rows = keep(rows, range(microbatches))
-    return Schedule(rows, Placement.v(ranks), microbatches, "ZBVZeroBubble")
+    return Schedule(keep(rows, drawn, range(microbatches)), Placement.v(ranks), microbatches, "ZBVZeroBubble")
 
 
 def _pattern(p: int, r: int, m: int) -> str:

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..errors import BatchError, StageError
-from ..generators import make_schedule
+from ..generators import schedule_from
 from ..running.pipeline import Pipeline
 from ..running.pipeline import pipeline as _pipeline
 from ..schedule import Schedule
@@ -62,11 +63,10 @@ def settings(model: nn.Module, job_config: Any) -> Settings:
     parts = getattr(section, "module_fqns_per_model_part", None)
     less = (section.pipeline_parallel_first_stage_less_layers, section.pipeline_parallel_last_stage_less_layers)
     stages = len(parts) if parts else _stages(layers, sum(less), section.pipeline_parallel_layers_per_stage, ranks)
+    source = Path(csv) if csv else section.pipeline_parallel_schedule
+    schedule = schedule_from(source, ranks, microbatches, stages)
     if csv:
-        schedule = Schedule.from_csv(csv)
         _check_csv(schedule, ranks, microbatches, stages)
-    else:
-        schedule = make_schedule(section.pipeline_parallel_schedule, ranks, microbatches, stages=stages)
     parts = parts or names_per_part(schedule.stages, layers, *less)
     return Settings(schedule, tuple(map(tuple, parts)))
 

@@ -17,7 +17,7 @@ import torch
 from .. import tree
 from ..collectives.group import Group
 from ..errors import StageError
-from ..generators.sources import Source, schedule_from
+from ..generators import Source, schedule_from
 from ..plans.sharding import Copies
 from ..plans.weaving.weave import Overlap
 from ..programs.losses import loss_sides

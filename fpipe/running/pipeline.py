@@ -16,7 +16,7 @@ from .. import tree
 from ..collectives.group import Group
 from ..collectives.setup import init
 from ..errors import StageError
-from ..generators.sources import Source
+from ..generators import Source
 from ..plans.plan import Plan
 from ..plans.sharding import Copies, Shares
 from ..plans.weaving.segments import microseconds

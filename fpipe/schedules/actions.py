@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Action`` and ``Fused``: the elements of a schedule. Standard library only; nothing here knows tensors or order.
+"""``Action`` and ``Fused``, the elements of a schedule; ``Span``, ``Wait`` and ``Carried``, those of a timeline.
+
+Standard library only; nothing here knows tensors or order.
 
 F   forward of a stage on a microbatch
 I   gradient of the stage's input        W   gradient of its parameters        B   both at once
@@ -8,7 +10,7 @@ I   gradient of the stage's input        W   gradient of its parameters        B
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 Op: TypeAlias = Literal["F", "B", "I", "W"]
@@ -57,6 +59,15 @@ AnyAction: TypeAlias = Action | Fused
 Row: TypeAlias = tuple[AnyAction, ...]
 
 
+def joined(parts: Sequence[Action]) -> AnyAction:
+    """The action with these parts: a lone part itself, several of them fused.
+
+    >>> joined([Action(0, "F", 1)]), joined([Action(0, "F", 1), Action(3, "B", 0)])
+    (0F1, (0F1;3B0)OVERLAP_F_B)
+    """
+    return parts[0] if len(parts) == 1 else Fused(tuple(parts))
+
+
 def plain(row: Iterable[AnyAction]) -> Iterator[Action]:
     """The actions of a row in order, with each fused one replaced by its parts.
 
@@ -65,3 +76,29 @@ def plain(row: Iterable[AnyAction]) -> Iterator[Action]:
     """
     for action in row:
         yield from action.parts
+
+
+class Span(NamedTuple):
+    """One action on one rank, from ``start`` to ``end``; ``position`` is its index in the rank's row."""
+
+    rank: int
+    position: int
+    action: AnyAction
+    start: float
+    end: float
+
+
+class Wait(NamedTuple):
+    """What an action waited for: its rank and position, and how long the waiting rank was idle."""
+
+    rank: int
+    position: int
+    time: float
+
+
+class Carried(NamedTuple):
+    """What a rank's link carries beside its computing, as predicted for a woven action."""
+
+    start: float
+    end: float
+    what: str

@@ -26,21 +26,22 @@ from itertools import product
 from typing import NamedTuple, cast
 
 from ..errors import ScheduleError
-from .actions import Action, AnyAction, Fused, Op, Row
+from .actions import Action, AnyAction, Fused, Row
 from .dependencies import RULE, Blocked, Fact, Walk, needs, provides, walk
 from .placement import Placement
+from .text import counted
 
 _BIT = {"F": 1, "B": 2, "I": 4, "W": 8}
 #: op -> the ops of the same stage and microbatch that exclude it, as bits
 _CLASH = {"F": 1, "B": 2 | 4 | 8, "I": 4 | 2, "W": 8 | 2}
 #: what a complete stage and microbatch has
 _TRAINED = (1 | 2, 1 | 4 | 8)
-_BACKWARDS: tuple[Op, ...] = ("B", "I", "W")
 _FACTS = {"F": "the output", "I": "the input gradient", "W": "the weight gradient"}
 
 
 class Inspection(NamedTuple):
-    """Which ops each stage and microbatch has (see :func:`check_cells`), and an order of the actions."""
+    """Which ops occur, as the sum of 1 for F, 2 for B, 4 for I and 8 for W at ``stage * microbatches + mb``; and an
+    order of the actions."""
 
     seen: bytearray
     walk: Walk
@@ -76,16 +77,10 @@ def check_rows(
 
 
 def inspect_rows(rows: Sequence[Row], placement: Placement, microbatches: int) -> Inspection:
-    """Check every cell, and walk the rows; actions may be missing, or blocked."""
-    return Inspection(check_cells(rows, placement, microbatches), walk(rows, placement.stages, microbatches))
+    """Check the first three rules, and that no action occurs twice; walk the rows. Actions may be missing, or blocked.
 
-
-def check_cells(rows: Sequence[Row], placement: Placement, microbatches: int) -> bytearray:
-    """Check the first three rules, and that no action occurs twice; actions may be missing.
-
-    Returns which ops occur: the sum of 1 for F, 2 for B, 4 for I and 8 for W at ``stage * microbatches + mb``.
-
-    >>> list(check_cells([(Action(0, "F", 0), Action(0, "B", 0), Action(0, "F", 1))], Placement.loop(1), 2))
+    >>> rows = [(Action(0, "F", 0), Action(0, "B", 0), Action(0, "F", 1))]
+    >>> list(inspect_rows(rows, Placement.loop(1), 2).seen)
     [3, 1]
     """
     if len(rows) != placement.ranks:
@@ -103,24 +98,23 @@ def check_cells(rows: Sequence[Row], placement: Placement, microbatches: int) ->
         )
     try:
         seen = _tally(rows, placement, microbatches)
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError):  # a cell that is not an action
-        seen = None
-    if seen is None:
-        raise next(_invalid_cells(rows, placement, microbatches))
-    return seen
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError):  # the others: a cell that is not an action
+        raise next(_invalid_cells(rows, placement, microbatches)) from None
+    return Inspection(seen, walk(rows, placement.stages, microbatches))
 
 
-def _tally(rows: Sequence[Row], placement: Placement, microbatches: int) -> bytearray | None:
+def _tally(rows: Sequence[Row], placement: Placement, microbatches: int) -> bytearray:
+    """Which ops occur; ValueError where a cell breaks a rule."""
     stages = placement.stages
     paths = [placement.path(microbatch) for microbatch in range(microbatches)]
     seen = bytearray(stages * microbatches)
     for rank, row in enumerate(rows):
         for stage, op, microbatch in _flat(row):
             if not (0 <= stage < stages and 0 <= microbatch < microbatches and paths[microbatch][stage] == rank):
-                return None
+                raise ValueError
             at = stage * microbatches + microbatch
             if seen[at] & _CLASH[op]:
-                return None
+                raise ValueError
             seen[at] |= _BIT[op]
     return seen
 
@@ -137,31 +131,34 @@ def _flat(row: Row) -> Sequence[Action]:
     return cells
 
 
+def _cells(rows: Sequence[Row]) -> Iterator[tuple[int, int, AnyAction]]:
+    """(rank, position, cell) of every cell."""
+    return ((rank, position, cell) for rank, row in enumerate(rows) for position, cell in enumerate(row))
+
+
 # ---- the slow pass: the place of the fault, and its remedy -----------------------------------------------------------
 def _invalid_cells(rows: Sequence[Row], placement: Placement, microbatches: int) -> Iterator[ScheduleError]:
     stages = placement.stages
     first: dict[tuple[int, int], list[tuple[Action, int, int]]] = {}
-    for rank, row in enumerate(rows):
-        for position, cell in enumerate(row):
-            if problem := _malformed(cell):
-                yield _fault(rows, rank, position, problem, "action")
-                continue
-            for part in cell.parts:
-                stage, op, mb = part
-                if not 0 <= stage < stages:
-                    yield _fault(rows, rank, position, f"there is no stage {stage}; {_count(stages, 'stage')}", "range")
-                elif not 0 <= mb < microbatches:
-                    has = _count(microbatches, "microbatch")
-                    yield _fault(rows, rank, position, f"there is no microbatch {mb}; {has}", "range")
-                elif placement.rank_of(stage, mb) != rank:
-                    home = placement.rank_of(stage, mb)
-                    what = f"stage {stage} is on rank {home} for microbatch {mb}; move {part} there"
-                    yield _fault(rows, rank, position, what, "placement")
-                for other, where, at in first.setdefault((stage, mb), []):
-                    if _BIT[other.op] & _CLASH[op]:
-                        what = _clash(part, other, where, at)
-                        yield _fault(rows, rank, position, what, "count", (where, at))
-                first[stage, mb].append((part, rank, position))
+    for rank, position, cell in _cells(rows):
+        if problem := _malformed(cell):
+            yield _fault(rows, rank, position, problem, "action")
+            continue
+        for part in cell.parts:
+            stage, op, mb = part
+            if not 0 <= stage < stages:
+                has = f"the schedule has {counted(stages, 'stage')}, counted from 0"
+                yield _fault(rows, rank, position, f"there is no stage {stage}; {has}", "range")
+            elif not 0 <= mb < microbatches:
+                has = f"the schedule has {counted(microbatches, 'microbatch')}, counted from 0"
+                yield _fault(rows, rank, position, f"there is no microbatch {mb}; {has}", "range")
+            elif (home := placement.rank_of(stage, mb)) != rank:
+                what = f"stage {stage} is on rank {home} for microbatch {mb}; move {part} there"
+                yield _fault(rows, rank, position, what, "placement")
+            for other, where, at in first.setdefault((stage, mb), []):
+                if _BIT[other.op] & _CLASH[op]:
+                    yield _fault(rows, rank, position, _clash(part, other, where, at), "count", (where, at))
+            first[stage, mb].append((part, rank, position))
 
 
 def _malformed(cell: object) -> str:
@@ -182,11 +179,6 @@ def _malformed_part(cell: object) -> str:
     return ""
 
 
-def _count(number: int, thing: str) -> str:
-    things = thing if number == 1 else "microbatches" if thing == "microbatch" else thing + "s"
-    return f"the schedule has {number} {things}, counted from 0"
-
-
 def _clash(part: Action, other: Action, rank: int, position: int) -> str:
     there = f"stands already on rank {rank}, position {position}"
     if part.op == other.op:
@@ -200,44 +192,39 @@ def _missing(
     wanted = _TRAINED if training else (1,)
     index = next(index for index, bits in enumerate(seen) if bits not in wanted)
     stage, mb = divmod(index, microbatches)
-    rank, bits = placement.rank_of(stage, mb), seen[index]
-    position = next(
-        (i for i, cell in enumerate(rows[rank]) for p in cell.parts if (p.stage, p.microbatch) == (stage, mb)), None
-    )
-    if not training and bits & ~1:
-        extra: Op = next(op for op in _BACKWARDS if bits & _BIT[op])
+    rank = placement.rank_of(stage, mb)
+    present = [(i, p.op) for i, cell in enumerate(rows[rank]) for p in cell.parts if p[::2] == (stage, mb)]
+    position = present[0][0] if present else None
+    if not training and seen[index] & ~1:
+        extra, position = min((op, i) for i, op in present if op != "F")
         what = f"a schedule of forwards alone has no {stage}{extra}{mb}; leave it out, or check(training=True)"
-        position = next(i for i, cell in enumerate(rows[rank]) if Action(stage, extra, mb) in cell.parts)
         return _fault(rows, rank, position, what, "count")
-    if not bits & 1:
-        lack, remedy = f"{stage}F{mb}", ""
-    elif bits & 4:
-        lack, remedy = f"{stage}W{mb}", f" after {stage}I{mb}"
-    elif bits & 8:
-        lack, remedy = f"{stage}I{mb}", f" before {stage}W{mb}"
-    else:
-        lack, remedy = f"{stage}B{mb} (or {stage}I{mb} and {stage}W{mb})", ""
+    lack, remedy = {
+        1: (f"{stage}B{mb} (or {stage}I{mb} and {stage}W{mb})", ""),
+        1 | 4: (f"{stage}W{mb}", f" after {stage}I{mb}"),
+        1 | 8: (f"{stage}I{mb}", f" before {stage}W{mb}"),
+    }.get(seen[index], (f"{stage}F{mb}", ""))
     what = f"{lack} is nowhere, but every stage needs it for every microbatch; put it on rank {rank}{remedy}"
     return _fault(rows, rank, position, what, "count")
 
 
 def stuck(rows: Sequence[Row], stages: int, result: Walk) -> ScheduleError:
     """The error for a walk with blocked ranks: dependent parts of a fused action, a wrong order, or a circle."""
-    for rank, row in enumerate(rows):
-        for position, cell in enumerate(row):
-            if len(cell.parts) > 1 and (pair := _dependent(cell.parts, stages)):
-                what = f"{pair[0]} needs {pair[1]}, and parts of a fused action may not need each other; run them apart"
+    for rank, position, cell in _cells(rows):
+        for one, other in product(cell.parts, repeat=2):
+            if set(needs(one, stages)) & set(provides(other)):
+                what = f"{one} needs {other}, and parts of a fused action may not need each other; run them apart"
                 return _fault(rows, rank, position, what, "fused")
+    provided = ((f, (rank, at, part)) for rank, at, cell in _cells(rows) for part in cell.parts for f in provides(part))
     lacking = {blocked.lacks for blocked in result.blocked}
-    sources = {fact: place for fact, place in _sources(rows) if fact in lacking}
+    sources = {fact: source for fact, source in provided if fact in lacking}
     for rank, position, fact in result.blocked:
         if fact not in sources:
             lack = f"{_FACTS[fact.kind]} of stage {fact.stage} for microbatch {fact.microbatch}"
             what = f"it needs {lack}, which no action provides; add that action, or remove this one"
             return _fault(rows, rank, position, what, "count")
-        where, at = sources[fact]
+        where, at, source = sources[fact]
         if where == rank:
-            source = _source(rows[where][at], fact)
             what = (
                 f"it needs {_FACTS[fact.kind]} of {source}, which stands later on this rank, at position {at}; "
                 f"move {source} before it"
@@ -246,26 +233,9 @@ def stuck(rows: Sequence[Row], stages: int, result: Walk) -> ScheduleError:
     return _circle(rows, {blocked.rank: blocked for blocked in result.blocked}, sources)
 
 
-def _dependent(parts: Sequence[Action], stages: int) -> tuple[Action, Action] | None:
-    for one, other in product(parts, parts):
-        if set(needs(one, stages)) & set(provides(other)):
-            return one, other
-    return None
-
-
-def _sources(rows: Sequence[Row]) -> Iterator[tuple[Fact, tuple[int, int]]]:
-    for rank, row in enumerate(rows):
-        for position, cell in enumerate(row):
-            for part in cell.parts:
-                for fact in provides(part):
-                    yield fact, (rank, position)
-
-
-def _source(cell: AnyAction, fact: Fact) -> Action:
-    return next(part for part in cell.parts if fact in provides(part))
-
-
-def _circle(rows: Sequence[Row], blocked: dict[int, Blocked], sources: dict[Fact, tuple[int, int]]) -> ScheduleError:
+def _circle(
+    rows: Sequence[Row], blocked: dict[int, Blocked], sources: dict[Fact, tuple[int, int, Action]]
+) -> ScheduleError:
     """Follow the ranks from each to the one that it waits for, until a rank repeats."""
     seen: dict[int, None] = {}
     rank = min(blocked)
@@ -276,8 +246,8 @@ def _circle(rows: Sequence[Row], blocked: dict[int, Blocked], sources: dict[Fact
     lines = []
     for rank in circle[:_SHOWN]:
         _, position, fact = blocked[rank]
-        where, at = sources[fact]
-        lack = f"{_FACTS[fact.kind]} of {_source(rows[where][at], fact)} (rank {where}, position {at})"
+        where, at, source = sources[fact]
+        lack = f"{_FACTS[fact.kind]} of {source} (rank {where}, position {at})"
         lines.append(f"    rank {rank} stands at {rows[rank][position]} (position {position}) and waits for {lack}")
     if len(circle) > _SHOWN:
         lines.append(f"    and so on, through {len(circle) - _SHOWN} more ranks")

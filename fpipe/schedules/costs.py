@@ -120,11 +120,11 @@ class Costs:
         >>> Costs(I=2).times(2)["B"]
         (3.0, 3.0)
         """
-        by_op = {name: self._spread(name, stages) for name in ("F", "I", "W")}
+        by_op = {name: self.spread(name, stages) for name in ("F", "I", "W")}
         by_op["B"] = tuple(map(sum, zip(by_op["I"], by_op["W"], strict=True)))
         for name in ("B", "overlap"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
-                by_op[name] = self._spread(name, stages)
+                by_op[name] = self.spread(name, stages)
         return by_op
 
     def memory(self, stages: int) -> dict[str, tuple[float, ...]]:
@@ -133,8 +133,8 @@ class Costs:
         >>> Costs(saved=10, kept=4).memory(1)
         {'F': (10.0,), 'I': (-6.0,), 'W': (-4.0,), 'B': (-10.0,)}
         """
-        saved = self._spread("saved", stages)
-        kept = saved if self.kept is None else self._spread("kept", stages)
+        saved = self.spread("saved", stages)
+        kept = saved if self.kept is None else self.spread("kept", stages)
         return {
             "F": saved,
             "I": tuple(k - s for k, s in zip(kept, saved, strict=True)),
@@ -148,18 +148,11 @@ class Costs:
         >>> Costs(comm=0.5, boundary=[10, 20], bandwidth=10).links(3)
         (1.5, 2.5)
         """
-        comm, size, width = (self._spread(name, stages - 1) for name in ("comm", "boundary", "bandwidth"))
+        comm, size, width = (self.spread(name, stages - 1) for name in ("comm", "boundary", "bandwidth"))
         return tuple(c + s / w for c, s, w in zip(comm, size, width, strict=True))
 
-    def handling(self, stages: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """The times that a message over each boundary keeps its sender and its receiver busy."""
-        return self._spread("send", stages - 1), self._spread("receive", stages - 1)
-
-    def sizes(self, stages: int) -> tuple[float, ...]:
-        """The bytes of a message over each boundary."""
-        return self._spread("boundary", stages - 1)
-
-    def _spread(self, name: str, count: int) -> tuple[float, ...]:
+    def spread(self, name: str, count: int) -> tuple[float, ...]:
+        """The cost ``name`` for each of ``count`` stages, or boundaries between stages."""
         value = getattr(self, name)
         if not isinstance(value, tuple):
             return (value,) * count

@@ -144,7 +144,7 @@ class Walk(NamedTuple):
 def walk(rows: Sequence[Row], stages: int, microbatches: int) -> Walk:
     """Run every rank as far as possible, again and again until all have ended or all wait.
 
-    The stages and microbatches in the rows must be in range and no action occur twice (see ``check.check_cells``).
+    The stages and microbatches in the rows must be in range and no action occur twice (see ``check.inspect_rows``).
 
     >>> rows = [(Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "F", 0), Action(1, "B", 0))]
     >>> list(walk(rows, stages=2, microbatches=1).order)

@@ -12,12 +12,11 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .actions import Action, AnyAction, Row
-from .check import check_cells, stuck
+from .actions import Action, AnyAction, Carried, Row
+from .check import inspect_rows, stuck
 from .costs import Beside, Costs, Predict, number
-from .dependencies import RULE, Facts, Walk, walk
+from .dependencies import RULE, Facts, Walk
 from .placement import Placement
-from .spans import Carried
 from .timeline import Timeline
 
 
@@ -47,38 +46,25 @@ def simulate_rows(
     >>> simulate_rows(rows, Placement.loop(2), 1, Costs(comm=0.5)).total
     7.0
     """
-    stages = placement.stages
-    if walked is None:
-        check_cells(rows, placement, microbatches)
-        walked = walk(rows, stages, microbatches)
+    walked = walked or inspect_rows(rows, placement, microbatches).walk
     if walked.blocked:
-        raise stuck(rows, stages, walked)
-    times = _run(rows, placement, microbatches, costs, walked)
-    sizes = costs.memory(stages), costs.sizes(stages)
-    return Timeline(
-        rows, times.starts, times.ends, placement, microbatches, times.causes, *sizes, name, costs.unit, times.carried
-    )
+        raise stuck(rows, placement.stages, walked)
+    return _run(rows, placement, microbatches, costs, walked, name)
 
 
-class _Times(NamedTuple):
-    """The times of every action, by rank (see ``Timeline``)."""
-
-    starts: tuple[array[float], ...]
-    ends: tuple[array[float], ...]
-    causes: tuple[array[int], ...]
-    carried: tuple[tuple[Carried, ...], ...]
-
-
-def _run(rows: Sequence[Row], placement: Placement, microbatches: int, costs: Costs, walked: Walk) -> _Times:
+def _run(
+    rows: tuple[Row, ...], placement: Placement, microbatches: int, costs: Costs, walked: Walk, name: str
+) -> Timeline:
     """Follow the walk with a clock for each rank."""
-    facts = Facts(placement.stages, microbatches)
+    stages = placement.stages
+    facts = Facts(stages, microbatches)
     by_path = [_steps(facts, path, costs) for path in placement.paths]
     steps = [by_path[placement.path_index(microbatch)] for microbatch in range(microbatches)]
     starts, ends, causes = (tuple(array(code) for _ in rows) for code in "ddq")
     carried: list[list[Carried]] = [[] for _ in rows]
     arrivals = [0.0] * facts.size
     clocks = [0.0] * len(rows)
-    overlap = costs.overlap if callable(costs.overlap) else costs.times(placement.stages).get("overlap")
+    overlap = costs.overlap if callable(costs.overlap) else costs.times(stages).get("overlap")
     for rank, first, stop in walked.runs:
         begin, end, cause = starts[rank].append, ends[rank].append, causes[rank].append
         clock = clocks[rank]
@@ -105,7 +91,9 @@ def _run(rows: Sequence[Row], placement: Placement, microbatches: int, costs: Co
                 arrivals[stage * microbatches + microbatch + steps[microbatch][op][stage][5]] = clock
             clock += send
         clocks[rank] = clock
-    return _Times(starts, ends, causes, tuple(map(tuple, carried)))
+    memory, sizes = costs.memory(stages), costs.spread("boundary", stages - 1)
+    links = tuple(map(tuple, carried))
+    return Timeline(rows, starts, ends, placement, microbatches, causes, memory, sizes, name, costs.unit, links)
 
 
 def _overlapped(
@@ -123,7 +111,7 @@ def _overlapped(
 def _steps(facts: Facts, path: Sequence[int], costs: Costs) -> dict[str, tuple[_Step, ...]]:
     """op -> how it runs on each stage, for microbatches that take this path."""
     stages, table, times = facts.stages, facts.table, costs.times(facts.stages)
-    links, (sending, receiving) = costs.links(stages), costs.handling(stages)
+    links, sending, receiving = costs.links(stages), *(costs.spread(way, stages - 1) for way in ("send", "receive"))
     users = {kind: -by for _, needed in RULE.values() for kind, by in needed if by}  # of a fact: offset of its user
 
     def over(each: Sequence[float], stage: int, by: int) -> float:

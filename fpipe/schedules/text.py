@@ -27,6 +27,15 @@ _MOST_RANKS = 100_000
 _EXPECTED = "an action such as 2F0 (stage, one of F B I W, microbatch) or (2F1;3B0)OVERLAP_F_B"
 
 
+def counted(count: int, what: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "rank"), counted(2, "microbatch")
+    ('1 rank', '2 microbatches')
+    """
+    return f"{count} {what}" + ("" if count == 1 else "es" if what.endswith("ch") else "s")
+
+
 def format_rows(rows: Iterable[Iterable[AnyAction]]) -> str:
     """One bracketed line per rank.
 

@@ -11,16 +11,16 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from math import fsum, inf
 from operator import sub
 from os import PathLike
 
 from ..errors import ScheduleError
 from . import pictures
-from .actions import Action, AnyAction, Row
+from .actions import Action, AnyAction, Carried, Row, Span, Wait
 from .dependencies import RULE, Facts
 from .placement import Placement
-from .spans import Carried, Span, Wait
 
 #: op -> the change of the number of activations that its rank holds
 _ACTIVATIONS = {"F": 1, "I": 0, "W": -1, "B": -1}
@@ -153,7 +153,7 @@ class Timeline:
     @cached_property
     def peak(self) -> tuple[int, ...]:
         """Per rank, the most activations (one stage's, of one microbatch) held at once, from F to W or B."""
-        return tuple(max(_held(row), default=0) for row in self.rows)
+        return tuple(max(accumulate(_changes(row), initial=0)) for row in self.rows)
 
     @cached_property
     def peak_bytes(self) -> tuple[float, ...]:
@@ -236,21 +236,13 @@ class Timeline:
         pictures.save(self, path)
 
 
-def _held(row: Row) -> Iterator[int]:
-    """Activations held during each action."""
-    held = 0
+def _changes(row: Row) -> Iterator[int]:
+    """The changes of the number of activations, part by part; of a fused action those that add come first."""
     for action in row:
         if isinstance(action, Action):
-            delta = _ACTIVATIONS[action.op]
-            if delta > 0:
-                held += 1
-                yield held
-            else:
-                held += delta
+            yield _ACTIVATIONS[action.op]
         else:
-            deltas = [_ACTIVATIONS[part.op] for part in action.parts]
-            yield held + sum(delta for delta in deltas if delta > 0)
-            held += sum(deltas)
+            yield from sorted((_ACTIVATIONS[part.op] for part in action.parts), reverse=True)
 
 
 def _causes(

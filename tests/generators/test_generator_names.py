@@ -93,7 +93,7 @@ def test_a_built_in_name_is_not_replaced() -> None:
 
 def test_a_registered_function_that_does_not_keep_its_word(mine: str) -> None:
     register_schedule(mine, lambda ranks, microbatches: "no schedule")  # type: ignore[arg-type, return-value]
-    with pytest.raises(ScheduleError, match="returned str"):
+    with pytest.raises(ScheduleError, match="returned a str"):
         make_schedule(mine, 2, 2)
     register_schedule(mine, lambda ranks, microbatches: make_schedule("GPipe", ranks, 7))
     with pytest.raises(ScheduleError, match=r"microbatches=2 .* with 7"):

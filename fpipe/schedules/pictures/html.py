@@ -7,7 +7,8 @@ The viewer's files are in ``viewer/``; this module joins them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Sequence
 from html import escape
 from math import floor, log10
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import Any, TypeAlias
 from . import labels
 from .colours import fill, ink, rgb
 from .scene import Lane, Scene
-from .text_width import text_width
 
 Json: TypeAlias = dict[str, Any]
 
@@ -33,12 +33,7 @@ def paint(scenes: Sequence[Scene]) -> str:
         "script": "\n".join(_read(name) for name in SCRIPTS),
         "data": json.dumps(data(scenes), separators=(",", ":")).replace("<", "\\u003c"),
     }
-    before, *pieces = _read("page.html").split("{{")
-    text = [before]
-    for piece in pieces:
-        name, rest = piece.split("}}", 1)
-        text += [parts[name], rest]
-    return "".join(text)
+    return re.sub("{{(.*?)}}", lambda match: parts[match[1]], _read("page.html"))
 
 
 def _read(name: str) -> str:
@@ -47,17 +42,15 @@ def _read(name: str) -> str:
 
 def data(scenes: Sequence[Scene]) -> Json:
     """The data of the page: plain lists and numbers."""
-    names = _names(scenes)
-    return {
-        "scenes": [_scene(scene, label) for scene, label in zip(scenes, names, strict=True)],
-        "legend": list(_legend(scenes)),
-    }
-
-
-def _names(scenes: Sequence[Scene]) -> list[str]:
-    """A short name for each timeline, unlike the others."""
     names = [scene.name or f"timeline {k}" for k, scene in enumerate(scenes, 1)]
-    return [name if names.count(name) == 1 else f"{name} ({k})" for k, name in enumerate(names, 1)]
+    unique = [name if names.count(name) == 1 else f"{name} ({k})" for k, name in enumerate(names, 1)]
+    legend = [
+        {"op": op, "word": word, "colours": [_colour(op, k, colour) for k, colour in enumerate(colours)]}
+        for op, word, colours in labels.legend(scenes)
+    ]
+    if any(scene.fused for scene in scenes):
+        legend.append({"op": "fused", "word": "fused", "colours": [_colour(op, 0, fill(op)) for op in "FB"]})
+    return {"scenes": list(map(_scene, scenes, unique)), "legend": legend}
 
 
 def _scene(scene: Scene, label: str) -> Json:
@@ -78,20 +71,17 @@ def _scene(scene: Scene, label: str) -> Json:
         "unit": scene.unit,
         "memoryUnit": scene.memory_unit,
         "cell": scene.cell,
-        "longest": [_em(scene.short_names(detail)) for detail in (3, 2)],
-        "palette": [_colour(op, k, scene.shades) for op in scene.ops for k in range(scene.shades)],
+        # in units of the size of letters, about as in the typeface of a browser
+        "longest": [round(1.1 * scene.widest_name(detail), 3) for detail in (3, 2)],
+        "palette": [
+            _colour(op, k, colour) for op, _, colours in labels.legend([scene]) for k, colour in enumerate(colours)
+        ],
         "lanes": [_lane(lane, places) for lane in scene.lanes],
     }
 
 
-def _colour(op: str, shade: int, shades: int) -> Json:
-    colour = fill(op, shade, shades)
+def _colour(op: str, shade: int, colour: str) -> Json:
     return {"key": op + _DIGITS[min(shade, 35)], "colour": colour, "ink": ink(colour), "rgb": rgb(colour)}
-
-
-def _em(names: Iterable[str]) -> float:
-    """The width of the widest name in units of the size of its letters, about as in the typeface of a browser."""
-    return round(1.1 * max(text_width(name, 1.0) for name in names), 3)
 
 
 def _lane(lane: Lane, places: int) -> Json:
@@ -116,11 +106,3 @@ def _short(value: float, places: int) -> float:
     """Rounded, and an int where it is one: ``12`` is shorter than ``12.0``."""
     value = round(value, places)
     return int(value) if value == int(value) else value
-
-
-def _legend(scenes: Sequence[Scene]) -> Iterator[Json]:
-    shades = max(scene.shades for scene in scenes)
-    for op, word in {op: word for scene in scenes for op, word in labels.legend(scene)}.items():
-        yield {"op": op, "word": word, "colours": [_colour(op, k, shades) for k in range(shades)]}
-    if any(scene.fused for scene in scenes):
-        yield {"op": "fused", "word": "fused", "colours": [_colour("F", 0, 1), _colour("B", 0, 1)]}

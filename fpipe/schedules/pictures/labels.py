@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from .colours import NAMES
+from collections.abc import Iterator, Sequence
+
+from ..text import counted
+from .colours import NAMES, fill
 from .scene import Lane, Scene
 
 
@@ -13,12 +16,7 @@ def number(value: float) -> str:
     >>> number(26.0), number(0.30000000000000004), number(123456.7), number(2 / 3)
     ('26', '0.3', '123457', '0.6667')
     """
-    if value != value or value in (float("inf"), float("-inf")):
-        return str(value)
-    if abs(value) >= 1000:
-        return f"{value:.0f}"
-    text = f"{value:.4g}"
-    return text if "e" in text or "." not in text else text.rstrip("0").rstrip(".")
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def percent(share: float) -> str:
@@ -49,7 +47,7 @@ def held(amount: float, unit: str) -> str:
 def title(scene: Scene) -> str:
     """``ZBV: 4 ranks, 8 microbatches``."""
     name = scene.name or "schedule"
-    return f"{name}: {_count(len(scene.lanes), 'rank')}, {_count(scene.microbatches, 'microbatch')}"
+    return f"{name}: {counted(len(scene.lanes), 'rank')}, {counted(scene.microbatches, 'microbatch')}"
 
 
 def figures(scene: Scene) -> str:
@@ -69,9 +67,11 @@ def figures_of(lane: Lane, scene: Scene) -> str:
     return f"bubble {percent(lane.bubble)}, peak {held(lane.peak, scene.memory_unit)}"
 
 
-def legend(scene: Scene) -> list[tuple[str, str]]:
-    """(op, what it means) for the ops that occur."""
-    return [(op, NAMES[op]) for op in scene.ops]
+def legend(scenes: Sequence[Scene]) -> Iterator[tuple[str, str, list[str]]]:
+    """(op, its meaning, its colours) for the ops that occur."""
+    shades = max(scene.shades for scene in scenes)
+    for op in dict.fromkeys(op for scene in scenes for op in scene.ops):
+        yield op, NAMES[op], [fill(op, shade, shades) for shade in range(shades)]
 
 
 def step_of(least: float) -> float:
@@ -86,7 +86,3 @@ def step_of(least: float) -> float:
     while power * 10 <= least:
         power *= 10
     return next(power * k for k in (1, 2, 5, 10) if power * k >= least * (1 - 1e-9))
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}" + ("" if n == 1 else "es" if what.endswith("ch") else "s")

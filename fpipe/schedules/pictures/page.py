@@ -9,7 +9,7 @@ smooth picture without moiré.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import count, groupby, takewhile
 from math import ceil
 from typing import NamedTuple, TypeAlias
 
@@ -112,8 +112,7 @@ def _frame(scenes: Sequence[Scene]) -> _Frame:
 def _label_size(scenes: Sequence[Scene], space: float) -> tuple[int, float]:
     """The fullest names that fit into a short bar, and their size."""
     for detail in (3, 2, 1):
-        longest = max(text_width(text, 1.0) for scene in scenes for text in scene.short_names(detail))
-        size = (space - 3) / max(longest, 0.5)
+        size = (space - 3) / max(0.5, *(scene.widest_name(detail) for scene in scenes))
         if size >= (9.5 if detail > 1 else 7.5):
             return detail, min(size, 12.0)
     return 0, 0.0
@@ -122,13 +121,11 @@ def _label_size(scenes: Sequence[Scene], space: float) -> tuple[int, float]:
 def _axis(scenes: Sequence[Scene], frame: _Frame, top: float, bottom: float, unit: str) -> Iterator[Shape]:
     step = labels.step_of(70 / frame.scale)
     end = max(scene.total for scene in scenes)
-    tick = 0
-    while tick * step <= end * (1 + 1e-9):
+    for tick in takewhile(lambda tick: tick * step <= end * (1 + 1e-9), count()):
         x = frame.left + tick * step * frame.scale
         yield Rect(x - 0.5, top - 5, 1, bottom - top + 10, LINE)
         label = labels.number(tick * step) + (f" {unit}" if unit and tick == 0 else "")
         yield Text(x, top - 9, label, 10.5, FAINT, "middle")
-        tick += 1
 
 
 # ---- lanes ----------------------------------------------------------------------------------------------------------
@@ -188,15 +185,14 @@ def _means(lane: Lane, scene: Scene, columns: int, scale: float) -> Iterator[str
 
 
 def _legend(scenes: Sequence[Scene], x: float, y: float) -> Iterator[Shape]:
-    shades = max(scene.shades for scene in scenes)
-    for op, word in {op: word for scene in scenes for op, word in labels.legend(scene)}.items():
-        for k in range(shades):
-            yield Rect(x + 16 * k, y, 16, 16, fill(op, k, shades))
-        yield Text(x + 8, y + 12, op, 11, ink(fill(op, 0, shades)), "middle")
-        x += 16 * shades + 7
+    for op, word, colours in labels.legend(scenes):
+        for k, colour in enumerate(colours):
+            yield Rect(x + 16 * k, y, 16, 16, colour)
+        yield Text(x + 8, y + 12, op, 11, ink(colours[0]), "middle")
+        x += 16 * len(colours) + 7
         yield Text(x, y + 12.5, word, 12, INK)
         x += 7 * len(word) + 22
-    if shades > 1:
+    if any(scene.shades > 1 for scene in scenes):
         yield Text(x, y + 12.5, "paler: a rank's other stages", 12, FAINT)
         x += 190
     if any(scene.fused for scene in scenes):

@@ -15,9 +15,9 @@ from itertools import pairwise
 from typing import NamedTuple, Protocol, TypeAlias
 
 from ...errors import FpipeError, ScheduleError
-from ..actions import Action, AnyAction, Op, Row
+from ..actions import Action, AnyAction, Op, Row, Span, Wait, plain
 from ..placement import Placement
-from ..spans import Span, Wait
+from .text_width import text_width
 
 
 class Drawable(Protocol):
@@ -115,10 +115,13 @@ class Scene:
         """How many bars there are in all."""
         return sum(len(lane.bars) for lane in self.lanes)
 
+    def _parts(self) -> Iterator[Action]:
+        return (part for lane in self.lanes for bar in lane.bars for part in bar.action.parts)
+
     @cached_property
     def ops(self) -> tuple[str, ...]:
         """The ops that occur, in the order of the legend."""
-        seen = {part.op for lane in self.lanes for bar in lane.bars for part in bar.action.parts}
+        seen = {part.op for part in self._parts()}
         return tuple(op for op in "FBIW" if op in seen)
 
     @cached_property
@@ -129,8 +132,7 @@ class Scene:
     @cached_property
     def microbatches(self) -> int:
         """The number of microbatches in the bars."""
-        numbers = (part.microbatch for lane in self.lanes for bar in lane.bars for part in bar.action.parts)
-        return max(numbers, default=-1) + 1
+        return max((part.microbatch for part in self._parts()), default=-1) + 1
 
     @cached_property
     def cell(self) -> float:
@@ -149,6 +151,10 @@ class Scene:
             if bar.end - bar.start < 1.5 * self.cell
             for part in bar.action.parts
         }
+
+    def widest_name(self, detail: int) -> float:
+        """The width of the widest of :meth:`short_names`, in units of the size of its letters."""
+        return max(text_width(name, 1.0) for name in self.short_names(detail))
 
     def short_names(self, detail: int) -> set[str]:
         """Names as long as those of the short bars, to see whether they fit; at least one."""
@@ -214,7 +220,7 @@ def _scene(timeline: Drawable, spans: Sequence[Sequence[Span]], unit: str, facto
     links: Sequence[Sequence[tuple[float, float, str]]] = getattr(timeline, "carried", ()) or [()] * timeline.ranks
     lanes = []
     for lane, curve, link in zip(spans, curves, links, strict=True):
-        bubble = 1 - sum(span.end - span.start for span in lane) / timeline.span if timeline.span else 0.0
+        bubble = 1 - _worked([lane]) / timeline.span if timeline.span else 0.0
         held = tuple(((time - first) * factor, amount) for time, amount in curve)
         peak = max((amount for _, amount in curve), default=0.0)
         carried = tuple(((start - first) * factor, (end - first) * factor, what) for start, end, what in link)
@@ -256,23 +262,12 @@ def _shading(rows: Sequence[Row]) -> tuple[_ShadeOf, int]:
     timeline may lack actions; then the number is counted among the stages that the rank ran."""
     try:
         placement = Placement.from_rows(rows)
-        paths = placement.paths
     except ScheduleError:
-        placement, paths = None, ()
-    held: list[dict[tuple[int, int], int]] = []  # per path: (rank, stage) -> shade
+        stages = [sorted({part.stage for part in plain(row)}) for row in rows]
+        return (lambda rank, a: stages[rank].index(a.stage)), max(1, *map(len, stages))
+    shades: list[dict[tuple[int, int], int]] = []  # by path: (rank, stage) -> shade
     base = 0
-    for path in paths:
-        counts: dict[int, int] = {}
-        held.append({(rank, stage): base + _next(counts, rank) for stage, rank in enumerate(path)})
-        base += max(counts.values())
-    if placement is not None:
-        route = placement.route
-        return (lambda rank, a: held[route[a.microbatch] if route else 0].get((rank, a.stage), 0)), base
-    stages = [sorted({part.stage for action in row for part in action.parts}) for row in rows]
-    order = [{stage: k for k, stage in enumerate(there)} for there in stages]
-    return (lambda rank, a: order[rank][a.stage]), max(1, *map(len, order))
-
-
-def _next(counts: dict[int, int], key: int) -> int:
-    counts[key] = counts.get(key, 0) + 1
-    return counts[key] - 1
+    for path in placement.paths:
+        shades.append({(rank, stage): base + path[:stage].count(rank) for stage, rank in enumerate(path)})
+        base += max(map(path.count, path))
+    return (lambda rank, a: shades[placement.path_index(a.microbatch)].get((rank, a.stage), 0)), base

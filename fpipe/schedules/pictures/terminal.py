@@ -9,9 +9,12 @@ time. Plain text is ASCII; there the second chunk of a rank has small letters.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import ceil, floor
+from operator import itemgetter
 from textwrap import wrap
 
 from . import labels
@@ -194,14 +197,14 @@ def _overview(lane: Lane, scene: Scene, plan: _Plan, colour: bool) -> list[Cell]
 def _dominant(lane: Lane, columns: int, scale: float) -> Iterator[tuple[str, int] | None]:
     """For each column the (op, shade) to show, or None for idle: the one with most time not yet shown. So an op that
     takes a third of the time gets a third of the columns, and short ones appear too."""
-    owed: dict[tuple[str, int] | None, float] = {}
+    owed: dict[tuple[str, int] | None, float] = defaultdict(float)
     for length, idle, running in lane.columns(columns, scale):
-        here: dict[tuple[str, int] | None, float] = {}
+        here: dict[tuple[str, int] | None, float] = defaultdict(float)
         for op, shade, time in running:
-            here[op, shade] = here.get((op, shade), 0.0) + time
+            here[op, shade] += time
         here[None] = idle
         for what, time in here.items():
-            owed[what] = owed.get(what, 0.0) + time
+            owed[what] += time
         shown = max((what for what, time in here.items() if time > 0), key=owed.__getitem__, default=None)
         owed[shown] -= length
         yield shown
@@ -209,42 +212,31 @@ def _dominant(lane: Lane, columns: int, scale: float) -> Iterator[tuple[str, int
 
 # ---- colours --------------------------------------------------------------------------------------------------------
 def _ansi(cells: Sequence[Cell], bits: int) -> str:
-    if not bits:
-        return "".join(char for char, _ in cells)
-    text: list[str] = []
-    now: Style = None
-    for char, style in cells:
-        if style != now:
-            text.append("\x1b[0m" if style is None else _escape(style, bits))
-            now = style
-        text.append(char)
-    return "".join(text) + ("\x1b[0m" if now else "")
+    """Cells of one style as one run: the codes of its colours, its text, and a reset before cells without a style."""
+    text = ""
+    for style, run in groupby(cells, itemgetter(1)):
+        reset = "\x1b[0m" if text and style is None else ""
+        text += (_escape(style, bits) if style else reset) + "".join(char for char, _ in run)
+    return text + ("\x1b[0m" if cells and cells[-1][1] else "")
 
 
 def _escape(style: tuple[str, str], bits: int) -> str:
-    letters, ground = style
     codes = ["0"]
-    codes += [f"38;{_code(letters, bits)}"] if letters else []
-    codes += [f"48;{_code(ground, bits)}"] if ground else []
+    for layer, colour in zip(("38", "48"), style, strict=True):
+        if colour:
+            number = "2;{};{};{}".format(*rgb(colour)) if bits >= 24 else f"5;{of_256(colour)}"
+            codes.append(f"{layer};{number}")
     return f"\x1b[{';'.join(codes)}m"
 
 
-def _code(colour: str, bits: int) -> str:
-    if bits >= 24:
-        return "2;{};{};{}".format(*rgb(colour))
-    return f"5;{of_256(colour)}"
-
-
 def _legend(scenes: Sequence[Scene], plan: _Plan, width: int, bits: int) -> list[str]:
-    shades = max(scene.shades for scene in scenes)
     items: list[tuple[str, int]] = []  # and how wide each is
-    for op, word in {op: word for scene in scenes for op, word in labels.legend(scene)}.items():
-        grounds = [fill(op, k, shades) for k in range(shades)]
+    for op, word, grounds in labels.legend(scenes):
         swatch: list[Cell] = [(" ", (ink(ground), ground)) for ground in grounds for _ in range(2)]
         swatch = [(op, swatch[0][1]), *swatch[1:]] if bits else [(op, None)]
         word = f" {word}"[: max(width - len(swatch), 0)]
         items.append((_ansi(swatch, bits) + word, len(swatch) + len(word)))
-    if not bits and shades == 2 and plan.detail < 3:
+    if not bits and max(scene.shades for scene in scenes) == 2 and plan.detail < 3:
         note = "small letters: a rank's other stage"[:width]
         items.append((note, len(note)))
     lines, left = [""], width

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from ...errors import FpipeError
-from ..actions import Action, AnyAction, Fused
-from ..spans import Span, Wait
+from ..actions import Action, Carried, Span, Wait, joined
 from .scene import Drawable, Scene
 
 Event: TypeAlias = dict[str, Any]
@@ -30,16 +29,12 @@ _HEAD = b'{"otherData":{"fpipe":'
 def paint(scenes: Sequence[Scene]) -> str:
     """The file's text."""
     events = [event for k, scene in enumerate(scenes) for event in _events(k, scene)]
-    facts = [_facts(scene) for scene in scenes]
+    facts = [  # what the events do not contain
+        {"name": s.name, "unit": s.unit, "span": s.span, "bubble": s.bubble, "ranks": len(s.lanes)} for s in scenes
+    ]
     # otherData is first: is_timeline recognises a file by it
     trace = {"otherData": {"fpipe": _VERSION, "timelines": facts}, "displayTimeUnit": "ms", "traceEvents": events}
     return json.dumps(trace, separators=(",", ":"))
-
-
-def _facts(scene: Scene) -> Event:
-    """What the events do not contain."""
-    ranks = len(scene.lanes)
-    return {"name": scene.name, "unit": scene.unit, "span": scene.span, "bubble": scene.bubble, "ranks": ranks}
 
 
 def _events(pid: int, scene: Scene) -> Iterator[Event]:
@@ -82,33 +77,17 @@ def _slice(pid: int, tid: int, start: float, length: float, name: str, category:
 # ---- and back -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Recorded:
-    """A timeline read from a trace: enough of one to be drawn again."""
+    """A timeline read from a trace: enough of one to be drawn again (see ``Drawable``)."""
 
     name: str
     unit: str
     span: float
     bubble: float
-    lanes: tuple[tuple[Span, ...], ...]
-    waits: dict[tuple[int, int], Wait]
-    curves: tuple[tuple[tuple[float, float], ...], ...]
-    carried: tuple[tuple[tuple[float, float, str], ...], ...] = ()
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks there are."""
-        return len(self.lanes)
-
-    def of_rank(self, rank: int, /) -> tuple[Span, ...]:
-        """The spans of one rank."""
-        return self.lanes[rank]
-
-    def curve(self, rank: int, /) -> tuple[tuple[float, float], ...]:
-        """What the rank held."""
-        return self.curves[rank]
-
-    def waited_for(self, rank: int, position: int, /) -> Wait | None:
-        """What an action waited for."""
-        return self.waits.get((rank, position))
+    ranks: int
+    of_rank: Callable[[int], Sequence[Span]]
+    curve: Callable[[int], Sequence[tuple[float, float]]]
+    waited_for: Callable[[int, int], Wait | None]
+    carried: Sequence[Sequence[Carried]]
 
 
 def is_timeline(path: Path) -> bool:
@@ -136,30 +115,34 @@ def _recorded(pid: int, facts: Event, events: list[Event]) -> Recorded:
     lanes: list[list[Span]] = [[] for _ in range(ranks)]
     curves: list[list[tuple[float, float]]] = [[] for _ in range(ranks)]
     waits: dict[tuple[int, int], Wait] = {}
-    links: list[list[tuple[float, float, str]]] = [[] for _ in range(ranks)]
+    links: list[list[Carried]] = [[] for _ in range(ranks)]
     for event in events:
         if event["pid"] != pid:
             continue
         if event["ph"] == "X" and event["cat"] == "link":
             start = event["ts"] / scale
-            links[event["tid"] - ranks].append((start, start + event["dur"] / scale, event["name"]))
+            links[event["tid"] - ranks].append(Carried(start, start + event["dur"] / scale, event["name"]))
         elif event["ph"] == "X":
             rank, args = event["tid"], event["args"]
             lane, start = lanes[rank], event["ts"] / scale
             if args:
                 waits[rank, len(lane)] = Wait(args["of rank"], args["position"], args["waited"])
-            lane.append(Span(rank, len(lane), _action(event["name"]), start, start + event["dur"] / scale))
+            lane.append(
+                Span(
+                    rank,
+                    len(lane),
+                    joined(list(map(_part, event["name"].split(";")))),
+                    start,
+                    start + event["dur"] / scale,
+                )
+            )
         elif event["ph"] == "C":
             curves[int(event["name"].split()[1])].append((event["ts"] / scale, event["args"]["held"]))
     if any(wait.position >= len(lanes[wait.rank]) for wait in waits.values()):
         raise ValueError("an action waits for one that does not exist")
-    rows = tuple(map(tuple, lanes)), waits, tuple(map(tuple, curves)), tuple(map(tuple, links))
-    return Recorded(facts["name"], facts["unit"], facts["span"], facts["bubble"], *rows)
-
-
-def _action(text: str) -> AnyAction:
-    parts = tuple(map(_part, text.split(";")))
-    return parts[0] if len(parts) == 1 else Fused(parts)
+    waited_for = lambda rank, position: waits.get((rank, position))
+    parts = lanes.__getitem__, curves.__getitem__, waited_for, links
+    return Recorded(facts["name"], facts["unit"], facts["span"], facts["bubble"], ranks, *parts)
 
 
 def _part(text: str) -> Action:
