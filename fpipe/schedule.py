@@ -9,14 +9,14 @@ properties; the modules of ``schedules`` do the work: ``text`` (parse, format), 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
 
 from .errors import ScheduleError
-from .schedules.actions import Action, AnyAction, Fused, Row, plain
+from .schedules.actions import Action, Fused, Row, joined, plain
 from .schedules.check import Inspection, check_rows, inspect_rows
 from .schedules.costs import Costs
 from .schedules.placement import Placement
@@ -51,8 +51,13 @@ class Schedule:
         if not rows:
             raise ScheduleError("a schedule needs at least one rank; give one row of actions per rank", rule="ranks")
         object.__setattr__(self, "rows", rows)
+        if not set[type]().union(*(map(type, row) for row in rows)) <= {Action, Fused}:
+            cell = next(cell for row in rows for cell in row if type(cell) not in (Action, Fused))
+            raise ScheduleError(
+                f"{str(cell)[:40]!r} is not an action; give Action(stage, op, microbatch), or text to Schedule.parse",
+                rule="action",
+            )
         try:
-            _refuse_strange(rows)
             if self.placement is None:
                 object.__setattr__(self, "placement", Placement.from_rows(rows))
             if self.microbatches == -1:
@@ -140,7 +145,8 @@ class Schedule:
         '[0F0]'
         """
         wanted = frozenset(ops)
-        rows = tuple(tuple(_shrink(row, wanted)) for row in self.rows)
+        parts = (([part for part in action.parts if part.op in wanted] for action in row) for row in self.rows)
+        rows = tuple(tuple(map(joined, filter(None, row))) for row in parts)
         return Schedule(rows, self.placement, self.microbatches, self.name)
 
     # ---- work ---------------------------------------------------------------------------------------------------
@@ -188,22 +194,3 @@ def read_text(path: str | PathLike[str]) -> str:
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error
         raise ScheduleError(f"cannot read {str(path)!r}: {reason}; give the path of a CSV file") from error
-
-
-def _refuse_strange(rows: Sequence[Row]) -> None:
-    for row in rows:
-        if not set(map(type, row)) <= {Action, Fused}:
-            cell = next(cell for cell in row if type(cell) not in (Action, Fused))
-            raise ScheduleError(
-                f"{str(cell)[:40]!r} is not an action; give Action(stage, op, microbatch), or text to Schedule.parse",
-                rule="action",
-            )
-
-
-def _shrink(row: Sequence[AnyAction], wanted: frozenset[str]) -> Iterator[AnyAction]:
-    for action in row:
-        left = tuple(part for part in action.parts if part.op in wanted)
-        if len(left) == 1:
-            yield left[0]
-        elif left:
-            yield Fused(left)

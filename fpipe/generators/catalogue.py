@@ -228,11 +228,8 @@ def _entry(name: object) -> _Entry:
     if key in _KNOWN:
         return _KNOWN[key]
     names = {_key(n): n for n in (*schedule_names(), *_ALSO)}
-    close = difflib.get_close_matches(_key(str(name)), names, n=3, cutoff=0.5)
-    if close:
-        remedy = f"did you mean {' or '.join(names[key] for key in close)}?"
-    else:
-        remedy = f"there are {', '.join(schedule_names())}"
+    close = [names[key] for key in difflib.get_close_matches(_key(str(name)), names, n=3, cutoff=0.5)]
+    remedy = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(schedule_names())}"
     raise ScheduleError(f"no schedule is called {name!r}; {remedy}", rule="name")
 
 

@@ -81,12 +81,6 @@ def _entry(name: str, schedule: Schedule, costs: Costs) -> Entry:
 
 
 # ---- as text --------------------------------------------------------------------------------------------------------
-class _Column(NamedTuple):
-    field: str
-    show: Callable[[Any], str]
-    starred: bool = True
-
-
 def table(entries: Sequence[Entry], best: Callable[[str], str] = str) -> Iterator[str]:
     """Lines of text, the least of each column with a star where it is not the same in all; ``best`` decorates it.
 
@@ -95,29 +89,26 @@ def table(entries: Sequence[Entry], best: Callable[[str], str] = str) -> Iterato
     ZBVZeroBubble       8   0.00%    25.5*    24        4*       1x         96
     ZBH2                4   0.00%      27     24        7        1x         48*
     """
-    columns = list(_columns(entries))
+    columns = _columns(entries)
     wide = max((len(entry.name) for entry in entries), default=8)
-    cells = [[column.show(getattr(entry, column.field)) for column in columns] for entry in entries]
-    widths = [max(len(c.field), *(len(row[k]) for row in cells), 0) for k, c in enumerate(columns)]
-    heads = [f"{column.field:>{size}} " for column, size in zip(columns, widths, strict=True)]
+    cells = [[show(getattr(entry, field)) for field, show in columns.items()] for entry in entries]
+    widths = [max(len(field), *(len(row[k]) for row in cells), 0) for k, field in enumerate(columns)]
+    heads = [f"{field:>{size}} " for field, size in zip(columns, widths, strict=True)]
     yield "  ".join(["schedule".ljust(wide), "stages", *heads]).rstrip()
     for entry, row in zip(entries, cells, strict=True):
         shown = []
-        for column, text, size in zip(columns, row, widths, strict=True):
-            star = column.starred and _is_best(entry, entries, column.field)
+        for field, text, size in zip(columns, row, widths, strict=True):
+            star = field != "weights" and _is_best(entry, entries, field)
             shown.append(best(f"{text:>{size}}*") if star else f"{text:>{size}} ")
         yield "  ".join([entry.name.ljust(wide), f"{entry.stages:>6}", *shown]).rstrip()
 
 
-def _columns(entries: Sequence[Entry]) -> Iterator[_Column]:
-    yield _Column("bubble", lambda v: f"{100 * v:.2f}%")
-    yield _Column("total", number)
-    yield _Column("span", number)
-    yield _Column("memory", _bytes if max((e.memory for e in entries), default=0) >= 4096 else number)
-    yield _Column("weights", lambda v: f"{v:g}x", starred=False)
-    yield _Column("messages", str)
-    if any(entry.volume for entry in entries):
-        yield _Column("volume", _bytes)
+def _columns(entries: Sequence[Entry]) -> dict[str, Callable[[Any], str]]:
+    """Field -> how it is shown."""
+    memory = _bytes if max((e.memory for e in entries), default=0) >= 4096 else number
+    columns = {"bubble": lambda v: f"{100 * v:.2f}%", "total": number, "span": number, "memory": memory}
+    volume = {"volume": _bytes} if any(entry.volume for entry in entries) else {}
+    return {**columns, "weights": lambda v: f"{v:g}x", "messages": str, **volume}
 
 
 def _is_best(entry: Entry, entries: Sequence[Entry], field: str) -> bool:

@@ -135,12 +135,8 @@ class Costs:
         """
         saved = self.spread("saved", stages)
         kept = saved if self.kept is None else self.spread("kept", stages)
-        return {
-            "F": saved,
-            "I": tuple(k - s for k, s in zip(kept, saved, strict=True)),
-            "W": tuple(-k for k in kept),
-            "B": tuple(-s for s in saved),
-        }
+        inwards = tuple(k - s for k, s in zip(kept, saved, strict=True))
+        return {"F": saved, "I": inwards, "W": tuple(-k for k in kept), "B": tuple(-s for s in saved)}
 
     def links(self, stages: int) -> tuple[float, ...]:
         """The time that a message takes over each boundary once it is sent, where its ends are on different ranks.

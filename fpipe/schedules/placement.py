@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -103,8 +103,7 @@ class Placement:
         1
         """
         down, upwards = tuple(range(ranks)), set(up)
-        route = tuple(int(m in upwards) for m in range(microbatches))
-        return cls((down, down[::-1]), ranks, route)
+        return cls((down, down[::-1]), ranks, tuple(int(m in upwards) for m in range(microbatches)))
 
     @classmethod
     def from_rows(cls, rows: Sequence[Row]) -> Placement:
@@ -118,9 +117,9 @@ class Placement:
         ((0, 1), (1, 0))
         """
         held = Counter((part.stage, rank) for rank, row in enumerate(rows) for part in plain(row))
-        candidates: dict[int, list[int]] = {}
+        candidates: dict[int, list[int]] = defaultdict(list)
         for (stage, rank), _ in held.most_common():
-            candidates.setdefault(stage, []).append(rank)
+            candidates[stage].append(rank)
         stages = max(candidates, default=-1) + 1
         missing = next((stage for stage in range(stages) if stage not in candidates), None)
         if missing is not None:
@@ -181,10 +180,10 @@ class Placement:
 
 def _routes(rows: Sequence[Row], candidates: dict[int, list[int]], stages: int) -> Iterator[tuple[int, ...]]:
     """The rank of every stage, by microbatch. ``candidates`` are a stage's ranks, that with most actions first."""
-    votes: dict[tuple[int, int], Counter[int]] = {}
+    votes: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
     for rank, row in enumerate(rows):
         for part in plain(row):
-            votes.setdefault((part.stage, part.microbatch), Counter())[rank] += 1
+            votes[part.stage, part.microbatch][rank] += 1
     count = max(microbatch for _, microbatch in votes) + 1
     if stages * count > 100_000 + 100 * len(votes):
         raise ScheduleError(
@@ -193,9 +192,4 @@ def _routes(rows: Sequence[Row], candidates: dict[int, list[int]], stages: int) 
             rule="placement",
         )
     for microbatch in range(count):
-        path = []
-        for stage in range(stages):
-            cast = votes.get((stage, microbatch), Counter(candidates[stage][:1]))
-            most = max(cast.values())
-            path.append(next(rank for rank in candidates[stage] if cast[rank] == most))
-        yield tuple(path)
+        yield tuple(max(candidates[stage], key=votes[stage, microbatch].__getitem__) for stage in range(stages))

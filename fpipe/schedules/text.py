@@ -158,8 +158,7 @@ def _fused(word: str, place: _Place, column: int, position: int) -> Fused:
     at = column + 1
     for cell in word[1:end].split(";"):
         part = cell.strip(_BLANK)
-        match = _ACTION.fullmatch(part)
-        if not match:
+        if not (match := _ACTION.fullmatch(part)):
             raise _bad(part, place, at + len(cell) - len(cell.lstrip(_BLANK)), position)
         parts.append(_action(match))
         at += len(cell) + 1
@@ -177,10 +176,10 @@ def _bad(word: str, place: _Place, column: int, position: int) -> ScheduleError:
         rest = word[match.end() :]
         if not rest[0].isdigit():
             return place.error(end - len(rest), end, f"',' or the end after {match[0]}", position=position)
-    if _DROPPED.fullmatch(word):
-        return place.error(column, end, "only compute here (lowering adds communication)", word, position)
-    if re.search("[0-9]{7}", word[:60]):
-        return place.error(column, end, "a number of at most 6 digits", word, position)
-    if re.match("0[0-9]|[0-9]+[FBIW]0[0-9]", word):
-        return place.error(column, end, "a number without leading zeros", word, position)
-    return place.error(column, end, _EXPECTED, word, position)
+    hints = {
+        "only compute here (lowering adds communication)": _DROPPED.fullmatch(word),
+        "a number of at most 6 digits": re.search("[0-9]{7}", word[:60]),
+        "a number without leading zeros": re.match("0[0-9]|[0-9]+[FBIW]0[0-9]", word),
+    }
+    expected = next((hint for hint, applies in hints.items() if applies), _EXPECTED)
+    return place.error(column, end, expected, word, position)

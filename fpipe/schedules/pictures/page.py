@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import count, groupby, takewhile
 from math import ceil
+from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 from . import labels
@@ -166,22 +167,17 @@ def _hint(bar: Bar, scene: Scene) -> str:
 
 def _dense(lane: Lane, scene: Scene, frame: _Frame, y: float) -> Iterator[Shape]:
     """Columns of one pixel, each the mean of the colours that ran in it; equal neighbours are one rectangle."""
-    x = 0
-    for colour, run in groupby(_means(lane, scene, ceil(frame.width), frame.scale)):
-        width = sum(1 for _ in run)
-        if colour != IDLE:
-            yield Rect(frame.left + x, y, width, frame.lane, colour)
-        x += width
-
-
-def _means(lane: Lane, scene: Scene, columns: int, scale: float) -> Iterator[str]:
-    """The mean colour of each column of ``1 / scale`` time."""
-    for _, idle, running in lane.columns(columns, scale):
+    means = []
+    for _, idle, running in lane.columns(ceil(frame.width), frame.scale):
         mean, seen = IDLE, 0.0
         for op, shade, time in running:
             seen += time
             mean = mix(mean, fill(op, shade, scene.shades), time / seen)
-        yield mix(mean, IDLE, min(max(idle * scale, 0.0), 1.0)) if seen else IDLE
+        means.append(mix(mean, IDLE, min(max(idle * frame.scale, 0.0), 1.0)) if seen else IDLE)
+    for colour, run in groupby(enumerate(means), key=itemgetter(1)):
+        columns = [x for x, _ in run]
+        if colour != IDLE:
+            yield Rect(frame.left + columns[0], y, len(columns), frame.lane, colour)
 
 
 def _legend(scenes: Sequence[Scene], x: float, y: float) -> Iterator[Shape]:

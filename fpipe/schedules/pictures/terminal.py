@@ -57,12 +57,11 @@ def paint(scenes: Sequence[Scene], width: int = 160, colour: int = 0) -> str:
                 lines.append((labels.title(scene) if panel == 0 else scene.name)[:width])
             if panel == 0:
                 lines.append(_axis(plan, first, stop))
-            for rank, row in enumerate(cells):
-                lines.append(_label(rank, plan) + _ansi(row[first:stop], colour))
-                if scene.lanes[rank].carried:
-                    lines.append(
-                        "  link".ljust(plan.margin)[: plan.margin] + _link(scene.lanes[rank], plan, first, stop)
-                    )
+            for rank, (lane, row) in enumerate(zip(scene.lanes, cells, strict=True)):
+                label = f"rank {rank}" if plan.margin > 6 else str(rank)
+                lines.append(label.ljust(plan.margin) + _ansi(row[first:stop], colour))
+                if lane.carried:
+                    lines.append("  link".ljust(plan.margin)[: plan.margin] + _link(lane, plan, first, stop))
     lines.append("")
     for scene in scenes:
         figures = (f"{scene.name or 'schedule'}: " if len(scenes) > 1 else "") + labels.figures(scene)
@@ -94,11 +93,6 @@ def _filling(end: float, cell: float, columns: int) -> float:
     """The scale of a picture in one panel: whole columns per cell where they fill most of the width."""
     most = columns * cell / end if end else WIDEST_CELL
     return min(floor(most + 1e-9) if most >= 2 else most, WIDEST_CELL) / cell
-
-
-def _label(rank: int, plan: _Plan) -> str:
-    text = f"rank {rank}" if plan.margin > 6 else str(rank)
-    return text.ljust(plan.margin)
 
 
 def _axis(plan: _Plan, first: int, stop: int) -> str:
@@ -187,10 +181,8 @@ def _overview(lane: Lane, scene: Scene, plan: _Plan, colour: bool) -> list[Cell]
     for left, right in zip(grounds[::2], grounds[1::2], strict=True):
         if left == right:
             cells.append((" ", (ink(left), left) if left else None))
-        elif left is None:
-            cells.append(("▐", (right or "", "")))
         else:
-            cells.append(("▌", (left, right or "")))
+            cells.append(("▌", (left, right or "")) if left else ("▐", (right or "", "")))
     return cells
 
 
