@@ -29,7 +29,7 @@ from .weave import Task, Transfer, Weave, by_hand
 
 @dataclass(eq=False)
 class Part:
-    """One side of a fused action, for a function of the user's own.
+    """One side of a fused action, for the user's function.
 
     Call it to run it, or run ``program`` (or, one by one, ``segments``) on ``inputs`` by other means.
     """

@@ -2,8 +2,8 @@
 """Cuts a straight-line program into segments that can be woven with another program's.
 
 A program is cut where a collective starts, where one is waited for, where the user's marks change, and where a piece
-would be long. What only gradients of parameters or saved values hang on goes into segments of its own, which nothing
-waits for ("loose"). All segments of a stage share its value names. Knows graphs; no schedules, ranks or orders.
+would be long. Operations that only gradients of parameters or saved values depend on get separate segments, which
+nothing waits for ("loose"). All segments of a stage share its value names. Knows graphs; no schedules, ranks or orders.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _GRAIN = 40_000  #: nanoseconds; shorter pieces are not worth it
 def segment(name: str) -> AbstractContextManager[None]:
     """Name what a stage computes inside a ``with``.
 
-    The weave, the plan and the pictures use the names, and a weave of one's own speaks of them. The backward of what
-    is inside has the same name.
+    The weave, the plan and the pictures use the names, and a weave as data refers to them. The backward of what is
+    inside has the same name.
 
     >>> import fpipe, torch
     >>> def stage(p, x):
@@ -49,7 +49,7 @@ def segment(name: str) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A piece of a program, in the program's order but for loose pieces, which may come as late as one likes.
+    """A piece of a program, in the program's order; a loose piece may run at any later time.
 
     ``starts`` are the collectives that it starts last; ``waits`` the values of collectives it waits for first.
     ``program`` is what runs, over the names of the stage.
@@ -71,7 +71,7 @@ _COLLECTIVES: WeakKeyDictionary[Program, tuple[Collective, ...]] = WeakKeyDictio
 
 class _Key(NamedTuple):
     loose: bool
-    phase: int  # how many waits it hangs on, one after another
+    phase: int  # how many waits it depends on, one after another
     start: int  # which of the phase's collectives it leads to; past the last: none
 
 

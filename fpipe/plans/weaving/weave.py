@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Weave``: two or more lines of segments merged into one order, as data; what is expected of it, and its listing.
 
-A weave says which line goes on with which of its segments. Of each segment is known how long it takes, which transfers
-it starts and waits for, what it reads and what it makes; there is one stream that computes and one that carries. All
-times are whole nanoseconds. Standard library only: nothing here knows tensors, graphs or ranks.
+A weave lists which line runs which of its segments next. A segment has a time, the transfers that it starts and waits
+for, and the values that it reads and computes. One stream computes, one transfers. All times are whole nanoseconds.
+Standard library only: nothing here knows tensors, graphs or ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Entry: TypeAlias = tuple[str | int, str | int]  # which line (by its number, its
 
 
 class Transfer(NamedTuple):
-    """A collective under way: the value that it brings, who takes part, how long it takes."""
+    """A collective in flight: the value that it delivers, its kind, its communicator, how long it takes."""
 
     value: Hashable
     name: str
@@ -95,7 +95,7 @@ class Weave:
 
     @property
     def communication(self) -> int:
-        """The time spent carrying."""
+        """The time of all transfers."""
         return sum(t.nanoseconds for task in self.tasks for t in task.starts)
 
     @property
@@ -206,8 +206,10 @@ class Memory:
 
     def __init__(self, tasks: Sequence[Task], sizes: Mapping[Hashable, tuple[Hashable, int]]):
         nbytes: dict[Hashable, int] = {}
-        computed: dict[Hashable, int] = {}  # storage -> mask of the task that computes it; none: it is there before
-        used: dict[Hashable, int] = {}  # storage -> mask of the tasks that look at it, the end one of them
+        computed: dict[Hashable, int] = {}  # storage -> mask of the task that computes it; 0: it is an input
+        used: dict[
+            Hashable, int
+        ] = {}  # storage -> mask of the tasks that use it; the bit after the last task: it is kept
         read = {value for task in tasks for value in task.reads}
         for number, task in enumerate(tasks):
             for value in (*task.writes, *task.reads):
@@ -222,8 +224,8 @@ class Memory:
 
     def during(self, number: int, done: int) -> int:
         """Bytes while a task runs; ``done`` is the mask of the tasks before it."""
-        there = done | 1 << number
-        return sum(size for size, computed, used in self.storages if computed & there == computed and used & ~done)
+        after = done | 1 << number
+        return sum(size for size, computed, used in self.storages if computed & after == computed and used & ~done)
 
     def peak(self, order: Sequence[int]) -> int:
         """The most bytes that an order takes."""
