@@ -109,7 +109,6 @@ TABLE: tuple[Fact, ...] = (
     Fact("cuda", "nccl", "sum max min product", "float half int", NATIVE, _NCCL),
     Fact("cuda", "nccl", "sum max min product", "bool", UNKNOWN, _NCCL, note="bools are sent as uint8"),
     Fact("cuda", "nccl", "avg", "float half", WRONG, "report on torch", note="wrong at world size 1"),
-    Fact("cuda", "nccl", "avg", "int", UNKNOWN, _NCCL),
     Fact("cuda", "nccl", "premul", "float half", NATIVE, _NCCL),
     Fact("cuda", "nccl", "sum", "complex", NATIVE, _NCCL, note="as pairs of floats"),
     Fact("cuda", "nccl", "bits", ALL, REFUSED, _NCCL),
@@ -128,10 +127,8 @@ TABLE: tuple[Fact, ...] = (
     Fact("xpu", "xccl", "max min", "float half int", WRONG, "torch-xpu-ops#3059", note="reported as sum"),
     Fact("xpu", "xccl", "sum avg max min product", "fp8 odd complex", REFUSED, _XCCL),
     Fact("xpu", "xccl", "p2p broadcast gather", "float half int", NATIVE, _XCCL),
-    Fact("xpu", "xccl", "p2p", "fp8 odd complex", UNKNOWN, _XCCL),
     Fact("xpu", "xccl", "batch", "", WRONG, "torch-xpu-ops#3022", note="reported corrupt on some cards"),
     Fact("xpu", "xccl", "early crossed", "", WRONG, "torch-xpu-ops", note="receive before send in one group deadlocks"),
-    Fact("xpu", "xccl", "tags", "", UNKNOWN, _XCCL),
     # ---- hccl, Ascend
     Fact("npu", "hccl", "sum max min product", "float half int", NATIVE, _ASCEND),
     Fact("npu", "hccl", "sum", "bool", WRONG, _ASCEND, note="computed as max, which is the logical or"),
@@ -147,7 +144,6 @@ TABLE: tuple[Fact, ...] = (
     Fact("hpu", "hccl", "p2p broadcast gather", "float half int", NATIVE, _HABANA),
     # ---- mpi
     Fact("cpu", "mpi", "sum max min product", "float int", NATIVE, "torch's ProcessGroupMPI"),
-    Fact("cpu", "mpi", "avg", "float", UNKNOWN, "unconfirmed"),
     Fact("cpu", "mpi", " ".join((*REDUCTIONS, *MOVES)), "half", REFUSED, "torch's ProcessGroupMPI"),
 )
 

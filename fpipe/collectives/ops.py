@@ -19,32 +19,28 @@ from ..errors import GroupError
 
 Members = Any  # a ProcessGroup, a DeviceMesh of one axis, or None: this process only
 
+Rows = tuple[int, ...]
 _FUNCTIONAL = torch.ops._c10d_functional
-#: Collective -> how it is started, given a tensor, the name of the process group, and two more arguments.
-_START: dict[str, Callable[[Tensor, str, Any, Any], Tensor]] = {
-    "all_to_all": lambda x, name, send, receive: _FUNCTIONAL.all_to_all_single(x, list(receive), list(send), name),
-    "all_gather": lambda x, name, size, _: _FUNCTIONAL.all_gather_into_tensor(x, size, name),
-    "reduce_scatter": lambda x, name, _, size: _FUNCTIONAL.reduce_scatter_tensor(x, "sum", size, name),
-    "all_reduce": lambda x, name, *_: _FUNCTIONAL.all_reduce(x, "sum", name),
-}
-#: Collective -> the one that computes its gradient, with the two arguments in the opposite order.
-_BACKWARD = {
-    "all_to_all": "all_to_all",
-    "all_gather": "reduce_scatter",
-    "reduce_scatter": "all_gather",
-    "all_reduce": "all_reduce",
+#: Collective -> the one that computes its gradient, and how it is started: (tensor, name and size of the process group,
+#: rows to and from each member).
+_KINDS: dict[str, tuple[str, Callable[[Tensor, str, int, Rows, Rows], Tensor]]] = {
+    "all_to_all": ("all_to_all", lambda x, name, _, to, of: _FUNCTIONAL.all_to_all_single(x, list(of), list(to), name)),
+    "all_gather": ("reduce_scatter", lambda x, name, size, *_: _FUNCTIONAL.all_gather_into_tensor(x, size, name)),
+    "reduce_scatter": ("all_gather", lambda x, name, size, *_: _FUNCTIONAL.reduce_scatter_tensor(x, "sum", size, name)),
+    "all_reduce": ("all_reduce", lambda x, name, *_: _FUNCTIONAL.all_reduce(x, "sum", name)),
 }
 
 
 class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: str, name: str, sent: Any, received: Any) -> Tensor:
-        ctx.reverse = (_BACKWARD[kind], name, received, sent)
-        return _FUNCTIONAL.wait_tensor(_START[kind](x.contiguous(), name, sent, received))
+    def forward(ctx: Any, x: Tensor, kind: str, name: str, size: int, sent: Rows, received: Rows) -> Tensor:
+        backward, start = _KINDS[kind]
+        ctx.reverse = (backward, name, size, received, sent)
+        return _FUNCTIONAL.wait_tensor(start(x.contiguous(), name, size, sent, received))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _Collective.apply(grads[0], *ctx.reverse), None, None, None, None
+        return _Collective.apply(grads[0], *ctx.reverse), *(None,) * 5
 
 
 def all_to_all(
@@ -84,8 +80,7 @@ def all_gather(x: Tensor, group: Members = None) -> Tensor:
     >>> all_gather(torch.ones(2))
     tensor([1., 1.])
     """
-    pg = _members(group)
-    return x if pg is None else _apply("all_gather", x, pg, pg.size(), None)
+    return _apply("all_gather", x, _members(group))
 
 
 def reduce_scatter(x: Tensor, group: Members = None) -> Tensor:
@@ -95,11 +90,9 @@ def reduce_scatter(x: Tensor, group: Members = None) -> Tensor:
     tensor([1., 1.])
     """
     pg = _members(group)
-    if pg is None:
-        return x
-    if x.shape[0] % pg.size():
+    if pg is not None and x.shape[0] % pg.size():
         raise GroupError(f"reduce_scatter cuts {x.shape[0]} rows for {pg.size()} members; make it a multiple")
-    return _apply("reduce_scatter", x, pg, None, pg.size())
+    return _apply("reduce_scatter", x, pg)
 
 
 def all_reduce(x: Tensor, group: Members = None) -> Tensor:
@@ -108,12 +101,11 @@ def all_reduce(x: Tensor, group: Members = None) -> Tensor:
     >>> all_reduce(torch.ones(2))
     tensor([1., 1.])
     """
-    pg = _members(group)
-    return x if pg is None else _apply("all_reduce", x, pg, None, None)
+    return _apply("all_reduce", x, _members(group))
 
 
-def _apply(kind: str, x: Tensor, pg: dist.ProcessGroup, sent: object, received: object) -> Tensor:
-    result: Tensor = _Collective.apply(x, kind, pg.group_name, sent, received)
+def _apply(kind: str, x: Tensor, pg: dist.ProcessGroup | None, sent: Rows = (), received: Rows = ()) -> Tensor:
+    result: Tensor = x if pg is None else _Collective.apply(x, kind, pg.group_name, pg.size(), sent, received)
     return result
 
 

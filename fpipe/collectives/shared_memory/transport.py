@@ -153,14 +153,9 @@ class SharedMemory:
 
     def flush(self) -> None:
         """Wait until no message is queued."""
-        if self.retry():
-            return
-        start = time.monotonic()
-        (dst, _), *_ = (key for key, writer in self._writers.items() if writer in self._late)
-        with self._monitor.waiting(dst, "to send to"):
-            while not self.retry():
-                _check_peer(start, self._monitor.timeout, self._peers[dst])
-                time.sleep(0.001)
+        if not self.retry():
+            (dst, _), *_ = (key for key, writer in self._writers.items() if writer in self._late)
+            self._until(self.retry, dst, "to send to", lambda: time.sleep(0.001))
 
     def fail(self) -> None:
         """Mark the outbox so that readers do not wait for further messages."""
@@ -216,26 +211,28 @@ class SharedMemory:
         while time.perf_counter() <= until:
             if reader.has(number):
                 return
+
+        def sleep() -> None:
+            reader.sleep(number, _SLICE if self.retry() else 0.001)
+
+        self._until(lambda: reader.has(number), src, "for a message from", sleep)
+
+    def _until(self, ready: Callable[[], bool], peer: int, doing: str, sleep: Callable[[], None]) -> None:
+        """Sleep until ready; raises if the peer is gone or the time-out has passed."""
         start = time.monotonic()
-        with self._monitor.waiting(src, "for a message from"):
-            while not reader.has(number):
-                reader.sleep(number, _SLICE if self.retry() else 0.001)
-                if not reader.has(number):
-                    _check_peer(start, self._monitor.timeout, self._peers[src])
+        with self._monitor.waiting(peer, doing):
+            while not ready():
+                sleep()
+                if ready():
+                    return
+                gone = self._peers[peer].gone()
+                if gone or time.monotonic() - start > self._monitor.timeout:
+                    raise RuntimeError(gone or "timed out")
 
 
 def _short(form: WireFormat) -> bool:
     """Whether a message is one contiguous tensor and one piece."""
     return form.simple and len(pieces(form.sizes)) == 1
-
-
-def _check_peer(start: float, timeout: float, peer: _Peer) -> None:
-    """Raise if waiting for a peer is of no use any more."""
-    gone = peer.gone()
-    if gone:
-        raise RuntimeError(gone)
-    if time.monotonic() - start > timeout:
-        raise RuntimeError("timed out")
 
 
 class _Inbox:
