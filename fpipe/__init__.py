@@ -33,8 +33,9 @@ _TABLE = {
     "running.derived.per_example": "per_example",
     "running.microbatches": "Microbatches",
     "running.padding": "pad",
-    "running.pipeline": "Pipeline grad pipeline value_and_grad vjp weighted",
+    "running.pipeline": "Pipeline grad pipeline value_and_grad vjp",
     "running.profile.profiling": "measure_costs profile",
+    "running.reduction": "weighted",
     "schedule": "Action Fused Placement Schedule",
     "schedules.costs": "Costs",
     "schedules.timeline": "Timeline",
@@ -78,10 +79,12 @@ if TYPE_CHECKING:
     from .running.derived.forward_mode import hvp as hvp
     from .running.derived.forward_mode import jvp as jvp
     from .running.derived.per_example import per_example as per_example
+    from .running.microbatches import Microbatches as Microbatches
     from .running.padding import pad as pad
     from .running.pipeline import *
     from .running.profile.profiling import measure_costs as measure_costs
     from .running.profile.profiling import profile as profile
+    from .running.reduction import weighted as weighted
     from .schedule import *
     from .schedules.costs import Costs as Costs
     from .schedules.timeline import Timeline as Timeline

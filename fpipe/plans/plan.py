@@ -56,6 +56,7 @@ class Instruction:
     specs: tuple[Spec, ...] = ()
     how: tuple[str, ...] = ()
     share: Share | None = None
+    owner: Programs | None = field(default=None, compare=False, repr=False)  # to which the program belongs
 
     def __str__(self) -> str:
         what = {

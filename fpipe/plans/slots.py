@@ -48,7 +48,7 @@ def _instruction(
 ) -> Instruction:  # fmt: skip
     specs = tuple(spec_of(a) if isinstance(a, Aval) else a for a in step.avals)
     return Instruction(step.kind, step.action, reads, writes, frees, step.program, step.peer, step.number, specs,
-                       step.how, step.share)  # fmt: skip
+                       step.how, step.share, step.owner)  # fmt: skip
 
 
 def _uses(

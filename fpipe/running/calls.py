@@ -6,8 +6,7 @@ Nothing is kept between calls but the ``Cache``. Knows configurations, plans and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -15,22 +14,22 @@ from typing import Any, TypeAlias
 import torch
 
 from .. import tree
-from ..collectives.group import Work
 from ..errors import BatchError, StageError
 from ..plans.sharding import Shares
 from ..programs.autocast import without_autocast
+from ..programs.internals import restore_streams, save_streams
 from ..tree import Tree
 from .arguments import Call
 from .config import Config
 from .debugging import check_leaks, debugging
 from .feed import Feeder
 from .handshake import agree
-from .loop import Executable, drive, execute
+from .loop import drive, execute
 from .microbatches import Microbatches, merge, split
 from .prepare import Prepared, prepare
 from .reduction import Weights
 from .registers import Registers
-from .results import ResultLayout, Results, output_tree
+from .results import ResultLayout, Results
 
 #: How many signatures' plans a pipeline caches; those of the least recent calls are dropped.
 KEPT = 128
@@ -168,13 +167,13 @@ def _run_all(call: Call, cache: Cache) -> tuple[Results, dict[int, Any]]:
     def each(mb: int, tensors: list[torch.Tensor]) -> None:
         """Pass a microbatch's output to the caller's function; keep no reference to it."""
         assert call.each is not None
-        y = output_tree(plans.prepared, mb, tensors)
+        y = plans.prepared.output(mb).fill(tensors)
         tensors.clear()
         returned[mb] = call.each(mb, y)
 
     def feed(feeder: Feeder, r: Registers) -> None:
         feeder.fill(r, call, weights)
-        r.send_loss, r.each = results.send_loss, each
+        r.send_loss, r.each = results.pipeline_loss, each
 
     _run(call, plans, regs, feed)
     return results, returned
@@ -192,42 +191,25 @@ def _run(
         if rank not in regs:
             regs[rank] = Registers.empty(executable.plan.slots, call.seed)
         feed(plans.feeders[rank], regs[rank])
-        runs[rank] = _steps(executable, regs[rank], phase)
+        split_at = executable.plan.split
+        runs[rank] = execute(executable, regs[rank], split_at if phase == 1 else 0, split_at if phase == 0 else None)
+    streams = save_streams(plans.random_devices if call.seed is not None else ())
     try:
-        with torch.no_grad(), without_autocast(), _random_kept(plans.random_devices if call.seed is not None else ()):
+        with torch.no_grad(), without_autocast():
             drive(runs, lambda rank: group.last_note(rank) or "waiting")
             group.flush()
         if phase != 0 and debugging():
             for rank, executable in executables.items():
                 check_leaks(executable.plan, regs[rank])
     except BaseException as error:
-        group.failed(error)
-        if copies is not None:
-            copies.group.failed(error)
+        for each in (group,) if copies is None else (group, copies.group):
+            each.failed(error)
         group.reset()
         raise
     finally:
+        restore_streams(streams)
         for r in regs.values():
             r.send_loss = None  # it refers to the registers
-
-
-def _steps(executable: Executable, r: Registers, phase: int | None) -> Generator[Work, None, None]:
-    split_at = executable.plan.split
-    start, stop = (0, None) if phase is None else (0, split_at) if phase == 0 else (split_at, None)
-    return execute(executable, r, start, stop)
-
-
-@contextmanager
-def _random_kept(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Put the random state of devices back afterwards."""
-    module = lambda device: torch if device.type == "cpu" else torch.get_device_module(device)
-    at = lambda device: () if device.type == "cpu" else (device,)
-    saved = [(device, module(device).get_rng_state(*at(device))) for device in devices]
-    try:
-        yield
-    finally:
-        for device, state in saved:
-            module(device).set_rng_state(state, *at(device))
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------
@@ -254,15 +236,16 @@ def _cotangents(call: Call, prepared: Prepared, dy: Tree) -> list[list[torch.Ten
     parts = split(dy, call.number, "dy") if call.x.uniform or isinstance(dy, Microbatches) else list(dy)
     out = []
     for m, part in enumerate(parts):
-        avals = prepared.interfaces[prepared.request.kind_of[m]][-1].y.tensors
+        y = prepared.output(m)
         leaves: list[Any] = tree.leaves(part)
-        if len(leaves) == sum(a is not None for a in avals):
-            given = iter(leaves)
-            leaves = [None if a is None else next(given) for a in avals]
-        if len(leaves) != len(avals):
-            raise BatchError(f"dy has {len(leaves)} leaves where the outputs have {len(avals)}")
-        for leaf, aval in zip(leaves, avals, strict=True):
-            if aval is not None and aval.grad and tuple(leaf.shape) != aval.shape:
+        if len(leaves) == len(y.avals):
+            by_index = dict(zip(y.avals, leaves, strict=True))
+            leaves = [by_index.get(j) for j in range(len(y.leaves))]
+        if len(leaves) != len(y.leaves):
+            raise BatchError(f"dy has {len(leaves)} leaves where the outputs have {len(y.leaves)}")
+        for j, aval in y.avals.items():
+            leaf = leaves[j]
+            if aval.grad and tuple(leaf.shape) != aval.shape:
                 raise BatchError(
                     f"dy has a leaf of shape {list(leaf.shape)} per microbatch where the output is {aval}; "
                     "give dy the outputs' shape"

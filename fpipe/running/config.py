@@ -107,6 +107,11 @@ class Config:
         """Whether all ranks are in this process."""
         return len(self.group.here) == self.group.size
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the first rank of this process."""
+        return self.group.device(self.group.here[0])
+
     def rank_here(self, stage: int) -> int:
         """The first rank of this process that holds a stage."""
         return next(r for r in self.placement.ranks_of(stage) if r in self.group.here)

@@ -7,7 +7,7 @@ instructions and registers; it changes no result of a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -15,8 +15,11 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from .. import tree
 from ..errors import ActionError, FpipeError
+from ..plans.keys import Input, inputs
 from ..plans.plan import Instruction, Plan
+from ..programs.internals import restore_streams, save_streams
 from ..programs.program import Program
 from .registers import Registers
 
@@ -65,67 +68,58 @@ def check(ins: Instruction, box: Sequence[Any], out: Sequence[Any], random: torc
     ``box`` are the inputs of the program, ``random`` the state of the random stream before it. An infinity that F
     saves or returns may be intended, as in a mask; in a loss or a gradient it is an error.
     """
-    program = ins.program
-    assert program is not None and ins.action is not None
-    added = [(name, value) for name, value in zip(program.inputs, box, strict=True) if _gradient(name)]
-    for name, value in (*zip(program.outputs, out, strict=True), *added):
-        found = _nan(value) or (_infinity(value) if _must_be_finite(program, value) else "")
-        if found:
-            action = ins.action
+    program, action, owner = ins.program, ins.action, ins.owner
+    assert program is not None and action is not None and owner is not None
+    roles, values = inputs(owner), dict(zip(program.inputs, box, strict=True))
+    added = [name for name in values if name in roles and roles[name].role == "grad"]
+    for name, value in (*zip(program.outputs, out, strict=True), *((name, values[name]) for name in added)):
+        finite = program.name in "BIW" or (program.name == "F" and isinstance(value, torch.Tensor) and value.dim() == 0)
+        wrong = _wrong(value, infinity=finite)
+        if wrong:
+            given = [_meaning(n, roles.get(n)) for n in values if n not in added and _wrong(values[n])]
             raise ActionError(
                 f"{action._replace(op=program.name)} (the {_WORDS[program.name]} of {program.stage or 'the stage'}, "
-                f"microbatch {action.microbatch}) made {found}: {_origin(program, box, name, random)}"
+                f"microbatch {action.microbatch}) made {wrong}: {_origin(program, values, given, name, random)}"
             )
 
 
-def _gradient(name: str) -> bool:
-    return name[:1] == "g" and name[1:].isdigit()
-
-
-def _must_be_finite(program: Program, value: Any) -> bool:
-    return program.name in "BIW" or (program.name == "F" and isinstance(value, torch.Tensor) and value.dim() == 0)
-
-
-def _nan(value: Any) -> str:
-    return "NaN" if _floating(value) and bool(value.isnan().any()) else ""
-
-
-def _infinity(value: Any) -> str:
-    return "infinity" if _floating(value) and bool(value.isinf().any()) else ""
-
-
-def _floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+def _wrong(value: Any, infinity: bool = True) -> str:
+    """Which of "NaN" and "infinity" a value holds; empty for neither."""
+    if not tree.is_floating(value):
+        return ""
+    return "NaN" if bool(value.isnan().any()) else "infinity" if infinity and bool(value.isinf().any()) else ""
 
 
 # ---- which operation it was -----------------------------------------------------------------------------------------
-def _origin(program: Program, box: Sequence[Any], name: str, random: torch.Tensor | None) -> str:
+def _origin(
+    program: Program, values: Mapping[str, Any], given: Sequence[str], name: str, random: torch.Tensor | None
+) -> str:
     """Why a value is wrong: the inputs of the program, or its first operation with a wrong result."""
-    pairs = [(n, value) for n, value in zip(program.inputs, box, strict=True) if not _gradient(n)]
-    given = [n for n, value in pairs if _nan(value) or _infinity(value)]
     if given:
-        return f"it was handed {', '.join(map(_meaning, given))} that held it or an infinity already"
+        return f"it was handed {', '.join(given)} that held it or an infinity already"
     if not program.nodes:
         return f"in its value {name!r}"
-    before = torch.get_rng_state()
+    cpu = torch.device("cpu")
+    before = save_streams([cpu])
     if random is not None:
-        torch.set_rng_state(random)
+        restore_streams([(cpu, random)])
     try:
-        for index, (node, given, value) in enumerate(_values(program, box)):
+        for index, (node, args, value) in enumerate(_values(program, values)):
             items = value if isinstance(value, (tuple, list)) else (value,)
-            found = next((word for item in items if (word := _nan(item) or _infinity(item))), "")
-            if found:
-                what = getattr(node.target, "_opname", getattr(node.target, "__name__", str(node.target)))
-                inputs = ", ".join(map(_range, given)) or "nothing"
-                return f"first {found} in {what} (operation {index + 1} of {len(program.nodes)}), given {inputs}"
+            wrong = next(filter(None, map(_wrong, items)), "")
+            if wrong:
+                called = getattr(node.target, "overloadpacket", node.target)
+                what = getattr(called, "__name__", str(called))
+                ranges = ", ".join(map(_range, args)) or "nothing"
+                return f"first {wrong} in {what} (operation {index + 1} of {len(program.nodes)}), given {ranges}"
     finally:
-        torch.set_rng_state(before)
+        restore_streams(before)
     return f"in its value {name!r}, and not again when the program was gone through a second time"
 
 
-def _values(program: Program, box: Sequence[Any]) -> Iterator[tuple[fx.Node, list[Any], Any]]:
+def _values(program: Program, values: Mapping[str, Any]) -> Iterator[tuple[fx.Node, list[Any], Any]]:
     """Run a program once more, and yield each operation with its inputs and its value."""
-    env = dict(program.constants) | dict(zip(program.inputs, box, strict=True))
+    env = {**program.constants, **values}
     with torch.no_grad():
         for node in program.nodes:
             args, kwargs = map_arg((node.args, node.kwargs), lambda used: env[used.name])
@@ -144,11 +138,12 @@ def _range(value: Any) -> str:
     return f"{shape} from {low.item():.3g} to {high.item():.3g}"
 
 
-def _meaning(name: str) -> str:
+def _meaning(name: str, known: Input | None) -> str:
     """A program's name for an input in words."""
-    letter, digits = name.rstrip("0123456789"), name[len(name.rstrip("0123456789")) :]
-    words = {"p": "parameter leaf", "x": "input leaf", "k": "side input leaf", "t": "state leaf", "dy": "cotangent"}
-    return f"{words[letter]} {digits}" if letter in words and digits else f"the saved value {name!r}"
+    if known is None:
+        return f"the saved value {name!r}"
+    words = {"param": "parameter leaf", "x": "input leaf", "side": "side input leaf", "state": "state leaf"}
+    return f"{words.get(known.role, 'cotangent')} {known.leaf}"
 
 
 # ---- what is not freed --------------------------------------------------------------------------------------------

@@ -3,18 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
-from ..plans.keys import BatchLeaf, OutputCotangent, Param, Seed, Side, State, Target
+from ..plans.keys import BatchLeaf, Key, OutputCotangent, Param, Seed, Side, State, Target
 from ..plans.plan import Plan
 from .arguments import Call
 from .prepare import Prepared
 from .reduction import Weights
 from .registers import Registers
+
+#: Returns a row of leaves of a call.
+Row: TypeAlias = Callable[[Call], Sequence[Any]]
 
 
 class Feeder:
@@ -23,63 +25,41 @@ class Feeder:
     def __init__(self, plan: Plan, prepared: Prepared, device: torch.device):
         self.device = device
         self.move = device.type != "cpu"
-        self.params: list[tuple[int, int, int]] = []
-        self.states: list[tuple[int, int, int]] = []
-        self.x: list[tuple[int, int, int]] = []
-        self.targets: dict[int, list[tuple[int, int, int]]] = {}
-        self.sides: list[tuple[int, int, int, int]] = []
+        self.rows: dict[tuple[object, ...], tuple[Row, list[tuple[int, int]]]] = {}  # with (slot, index in the row)
+        self.params: list[int] = []
         self.seeds: dict[torch.dtype, list[tuple[int, int]]] = {}
         self.cotangents: list[tuple[int, int, int]] = []
         for key, slot in plan.feeds.items():
             match key:
-                case (Param(stage, leaf), None):
-                    self.params.append((slot, stage, leaf))
-                case (State(stage, leaf), None):
-                    self.states.append((slot, stage, leaf))
-                case (Side(stage, leaf), int(mb)):
-                    self.sides.append((slot, stage, mb, leaf))
-                case (BatchLeaf(leaf), int(mb)):
-                    self.x.append((slot, mb, leaf))
-                case (Target(leaf), int(mb)):
-                    which, place = _target(prepared, mb, leaf)
-                    self.targets.setdefault(which, []).append((slot, mb, place))
-                case (OutputCotangent(leaf), int(mb)):
-                    self.cotangents.append((slot, mb, leaf))
                 case (Seed(stage), int(mb)):
                     self.seeds.setdefault(_seed_dtype(prepared, stage, mb), []).append((slot, mb))
+                case (OutputCotangent(leaf), int(mb)):
+                    self.cotangents.append((slot, mb, leaf))
                 case _:
-                    raise AssertionError(f"no value is fed under {key}")
+                    place, row, leaf = _source(key, prepared)
+                    self.rows.setdefault(place, (row, []))[1].append((slot, leaf))
+                    if isinstance(key[0], Param):
+                        self.params.append(slot)
 
     def fill(self, r: Registers, call: Call, weights: Weights | None) -> None:
         """Write the values of a call into the registers."""
         slots = r.slots
-        for slot, stage, index in self.params:
-            slots[slot] = call.leaves[stage][0][index].detach()
-        for slot, stage, index in self.states:
-            slots[slot] = call.state_leaves[stage][0][index]
-        if self.x:
-            rows = call.x.rows
-            for slot, mb, index in self.x:
-                slots[slot] = rows[mb][index]
-        for which, places in self.targets.items():
-            rows = call.targets[which].rows
-            for slot, mb, index in places:
-                slots[slot] = rows[mb][index]
-        for slot, stage, mb, index in self.sides:
-            slots[slot] = call.side_leaves[stage, mb][index]
-        if weights is not None:
-            self._seed(slots, weights)
+        for row_of, places in self.rows.values():
+            row = row_of(call)
+            for slot, index in places:
+                slots[slot] = row[index]
+        for slot in self.params:
+            slots[slot] = slots[slot].detach()
         if self.move:
-            fed = (self.params, self.states, self.x, *self.targets.values(), self.sides)
-            for slot, *_ in chain.from_iterable(fed):
-                if isinstance(slots[slot], torch.Tensor):
-                    slots[slot] = slots[slot].to(self.device, non_blocking=True)
-
-    def _seed(self, slots: list[Any], weights: Weights) -> None:
-        """The cotangents of the losses: one for all where one number weighs them all."""
-        for dtype, places in self.seeds.items():
+            for _, places in self.rows.values():
+                for slot, _ in places:
+                    if isinstance(slots[slot], torch.Tensor):
+                        slots[slot] = slots[slot].to(self.device, non_blocking=True)
+        if weights is None:
+            return
+        for dtype, seeds in self.seeds.items():  # one cotangent for all losses where one number weights them all
             common = None if weights.number is None else weights.cotangent(0, dtype, self.device)
-            for slot, mb in places:
+            for slot, mb in seeds:
                 slots[slot] = weights.cotangent(mb, dtype, self.device) if common is None else common
 
     def fill_cotangents(self, r: Registers, cotangents: Sequence[Sequence[Any]]) -> None:
@@ -88,23 +68,32 @@ class Feeder:
             r.slots[slot] = cotangents[mb][index].detach().to(self.device)
 
 
-def _target(prepared: Prepared, mb: int, index: int) -> tuple[int, int]:
-    """The target to which a leaf of all targets belongs, for a microbatch, and its index in that target."""
-    kind = prepared.request.kind_of[mb]
-    for which, target in enumerate(prepared.request.kinds[kind][1]):
-        if index < len(target.leaves):
-            return which, index
-        index -= len(target.leaves)
-    raise AssertionError("the loss reads a leaf of no target")
+def _source(key: Key, prepared: Prepared) -> tuple[tuple[object, ...], Row, int]:
+    """The row that holds a fed value, by what identifies it and as a function of the call, and the index in it."""
+    match key:
+        case (Param(stage, leaf), None):
+            return (Param, stage), lambda call: call.leaves[stage][0], leaf
+        case (State(stage, leaf), None):
+            return (State, stage), lambda call: call.state_leaves[stage][0], leaf
+        case (Side(stage, leaf), int(mb)):
+            return (Side, stage, mb), lambda call: call.side_leaves[stage, mb], leaf
+        case (BatchLeaf(leaf), int(mb)):
+            return (BatchLeaf, mb), lambda call: call.x.rows[mb], leaf
+        case (Target(leaf), int(mb)):
+            for which, target in enumerate(prepared.request.kinds[prepared.request.kind_of[mb]][1]):
+                if leaf < len(target.leaves):
+                    return (Target, which, mb), lambda call, which=which: call.targets[which].rows[mb], leaf
+                leaf -= len(target.leaves)
+    raise AssertionError(f"no value is fed under {key}")
 
 
 def _seed_dtype(prepared: Prepared, stage: int, mb: int) -> torch.dtype:
+    """The dtype of the cotangent of a stage's auxiliary loss or, one past the last stage, of the loss."""
     kind = prepared.request.kind_of[mb]
     if stage == prepared.request.schedule.stages:
         loss = prepared.loss[kind]
-        assert loss is not None and loss.outputs.y.tensors[0] is not None
-        return loss.outputs.y.tensors[0].dtype
-    rank = next(iter(r for r in prepared.inputs if stage in prepared.inputs[r].kinds[kind].programs))
-    aux = prepared.inputs[rank].kinds[kind].programs[stage].daux
-    assert aux is not None
-    return aux.dtype
+        aval = None if loss is None else loss.outputs.y.tensors[0]
+    else:
+        aval = next(p[stage].daux for p in (job.kinds[kind].programs for job in prepared.inputs.values()) if stage in p)
+    assert aval is not None
+    return aval.dtype

@@ -308,7 +308,7 @@ def _each(ins: Instruction, rank: int, group: Group) -> StepFn:
 
 def _send_loss(r: Registers) -> None:
     assert r.send_loss is not None
-    r.send_loss()
+    r.loss = r.send_loss()
 
 
 def _copy(tensor: torch.Tensor, wide: torch.dtype | None) -> torch.Tensor:

@@ -7,7 +7,7 @@ The first axis of tensors are rows, the sequence is on ``axis``. The value of a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias
@@ -40,24 +40,20 @@ class Unpad:
 
         Leaves whose axis has the padded length are cut, all others are left as they are.
         """
-        if index is not None:
-            return self._strip(outputs, index)
-        if not isinstance(outputs, (list, tuple, Microbatches)) or len(outputs) != len(self.lengths):
-            raise BatchError(
-                f"unpad takes a list of outputs, one for each of the {len(self.lengths)} microbatches that were "
-                "padded; pass unpad(output, index) for a single one"
-            )
-        return [self._strip(output, i) for i, output in enumerate(outputs)]
-
-    def _strip(self, output: Any, index: int) -> Any:
+        if index is None:
+            if not isinstance(outputs, (list, tuple, Microbatches)) or len(outputs) != len(self.lengths):
+                raise BatchError(
+                    f"unpad takes a list of outputs, one for each of the {len(self.lengths)} microbatches that were "
+                    "padded; pass unpad(output, index) for a single one"
+                )
+            return [self(output, i) for i, output in enumerate(outputs)]
         length, padded, axis = self.lengths[index], self.padded[index], self.axis
 
         def strip(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor) and leaf.dim() > axis and leaf.shape[axis] == padded:
-                return leaf.narrow(axis, 0, length)
-            return leaf
+            long = isinstance(leaf, torch.Tensor) and leaf.dim() > axis and leaf.shape[axis] == padded
+            return leaf.narrow(axis, 0, length) if long else leaf
 
-        return tree.tree_map(strip, output) if length < padded else output
+        return tree.tree_map(strip, outputs) if length < padded else outputs
 
 
 def pad(
@@ -81,22 +77,23 @@ def pad(
     """
     if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
         raise BatchError(f"multiple={multiple!r}; give a whole number, 1 or more, such as cp * lcm(2, tp)")
-    parts = list(Microbatches(microbatches))
-    fills: dict[str, Fill] = {**(values or {})}
-    fills |= {name: fill for name, fill in FILLS.items() if name not in fills}
-    _check_fills(fills)
-    lengths = [_length(part, axis, index, length) for index, part in enumerate(parts)]
-    rounded = [-(-n // multiple) * multiple for n in lengths]
-    padded = [max(rounded)] * len(parts) if uniform else rounded
-    sizes = zip(parts, lengths, padded, strict=True)
-    results = [_pad_part(part, before, after - before, fills, axis) for part, before, after in sizes]
-    return Microbatches(results), Unpad(tuple(lengths), tuple(padded), axis)
-
-
-def _check_fills(fills: Mapping[str, Fill]) -> None:
+    parts, values = list(Microbatches(microbatches)), values or {}
+    fills: dict[str, Fill] = {**values, **FILLS, **values}  # in this order: the first pattern that fits a name counts
     for name, fill in fills.items():
         if not (fill is None or fill == "restart" or isinstance(fill, (int, float))):
             raise BatchError(f"values[{name!r}] is {fill!r}; give a number, 'restart' or None")
+    lengths = [_length(part, axis, index, length) for index, part in enumerate(parts)]
+    padded = [-(-n // multiple) * multiple for n in lengths]
+    padded = [max(padded)] * len(parts) if uniform else padded
+    results = []
+    for part, before, after in zip(parts, lengths, padded, strict=True):
+        leaves, spec = tree.flatten(part)
+        named = zip(tree.names(part), leaves, strict=True)
+        padded_leaves = [
+            _pad_leaf(leaf, before, after - before, _fill(name, fills), axis, name) for name, leaf in named
+        ]
+        results.append(tree.unflatten(spec, padded_leaves))
+    return Microbatches(results), Unpad(tuple(lengths), tuple(padded), axis)
 
 
 def _length(part: Any, axis: int, index: int, like: str | None) -> int:
@@ -130,21 +127,10 @@ def _called(name: str, pattern: str) -> bool:
     return pattern in (name, last) or fnmatchcase(name, pattern) or fnmatchcase(last, pattern)
 
 
-def _pad_part(part: Any, length: int, more: int, fills: Mapping[str, Fill], axis: int) -> Any:
-    leaves, spec = tree.flatten(part)
-    named = zip(tree.names(part), leaves, strict=True)
-    return tree.unflatten(spec, [_pad_leaf(leaf, length, more, _fill(name, fills), axis, name) for name, leaf in named])
-
-
 def _fill(name: str, fills: Mapping[str, Fill]) -> Fill:
-    last = name.rpartition(".")[2]
-    for key in (name, last):
-        if key in fills:
-            return fills[key]
-    for pattern, fill in fills.items():
-        if _called(name, pattern):
-            return fill
-    return 0
+    """What the pad of a leaf holds: by its whole name, by the last part of it, or by the first pattern."""
+    exact: list[Fill] = [fills[key] for key in (name, name.rpartition(".")[2]) if key in fills]
+    return next(iter(exact + [fill for pattern, fill in fills.items() if _called(name, pattern)]), 0)
 
 
 def _pad_leaf(leaf: Any, length: int, more: int, fill: Fill, axis: int, name: str) -> Any:
@@ -162,10 +148,7 @@ def _pad_leaf(leaf: Any, length: int, more: int, fill: Fill, axis: int, name: st
     shape[axis] = more
     if fill == "restart":
         line = torch.arange(more, dtype=leaf.dtype, device=leaf.device)
-        tail = line.view([more if a == axis else 1 for a in range(leaf.dim())]).expand(shape)
+        tail = line.view(-1, *[1] * (leaf.dim() - axis - 1)).expand(shape)
     else:
         tail = leaf.new_full(shape, fill)
     return torch.cat([leaf, tail], dim=axis)
-
-
-__all__: Sequence[str] = ("FILLS", "Fill", "Unpad", "pad")

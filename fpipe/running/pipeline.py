@@ -31,9 +31,8 @@ from .arguments import Call, Each
 from .calls import Cache
 from .config import Config, Loss, Outputs, ties
 from .derived import nested
-from .microbatches import Microbatches
 from .prepare import Mode, Prepared
-from .reduction import Reduction, weighted
+from .reduction import Reduction
 
 
 class Pipeline:
@@ -291,4 +290,4 @@ def vjp(
     return calls.vjp(pipe.call("vjp", params, x, (), side, seed=seed, wanted=(0, 1)), pipe.cache)
 
 
-__all__ = ["Microbatches", "Pipeline", "grad", "pipeline", "value_and_grad", "vjp", "weighted"]
+__all__ = ["Pipeline", "grad", "pipeline", "value_and_grad", "vjp"]

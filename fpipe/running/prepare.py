@@ -75,6 +75,10 @@ class Prepared:
         """The plans by rank."""
         return {rank: executable.plan for rank, executable in self.executables.items()}
 
+    def output(self, mb: int) -> AbstractTree:
+        """What the last stage returns for a microbatch."""
+        return self.interfaces[self.request.kind_of[mb]][-1].y
+
 
 def prepare(config: Config, request: Request) -> Prepared:
     """Trace, exchange interfaces, lower and bind."""
@@ -156,15 +160,14 @@ class _Traced:
 
     def value_graph(self) -> ValueGraph:
         """How values pass between the stages, all of whose interfaces are known."""
-        batch = self.kind[0].tensors
-        last = self.interfaces[-1]
+        batch, y = self.kind[0].tensors, self.output()
         if self.loss is not None:
             loss = Interface.of(self.loss)
             passed_on = {source for source in loss.ys if isinstance(source, int)}  # the loss returns its input
             takes = tuple(reads or leaf in passed_on for leaf, reads in enumerate(loss.takes_x))
             return ValueGraph(self.interfaces, loss.dxs, takes, batch)
-        dxs = tuple((f"dx{j}", a) if a is not None and a.grad else None for j, a in enumerate(last.y.tensors))
-        return ValueGraph(self.interfaces, dxs, (True,) * len(last.ys), batch, has_loss=False)
+        dxs = tuple((f"dx{j}", a) if a is not None and a.grad else None for j, a in enumerate(y.tensors))
+        return ValueGraph(self.interfaces, dxs, (True,) * len(y.leaves), batch, has_loss=False)
 
 
 def _traced(config: Config, request: Request) -> list[_Traced]:

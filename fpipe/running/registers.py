@@ -22,7 +22,8 @@ class Registers:
     collectives: dict[int, Sequence[Work]] = field(default_factory=dict)  # of all copies, by number, until awaited
     streams: dict[tuple[int, int, str], torch.Tensor] = field(default_factory=dict)  # random states between segments
     each: Callable[[int, list[Any]], object] | None = None  # receives a microbatch's outputs at EACH
-    send_loss: Callable[[], object] | None = None  # called at LOSS
+    send_loss: Callable[[], torch.Tensor] | None = None  # called at LOSS
+    loss: torch.Tensor | None = None  # what it returned
 
     @classmethod
     def empty(cls, slots: int, seed: int | None) -> Registers:

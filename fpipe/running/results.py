@@ -17,8 +17,8 @@ import torch
 from .. import tree
 from ..errors import MismatchError
 from ..plans.keys import Key, Value, grad, reduced_grad
-from ..plans.plan import LoweringInput, ProgramSet, Scalar, spec_of
-from ..programs.stage_programs import Programs
+from ..plans.plan import LoweringInput, Scalar, spec_of
+from ..plans.value_graph import ValueGraph
 from ..schedules.actions import plain
 from ..tree import Aval, Spec, Structure, Tree
 from .arguments import Call
@@ -29,16 +29,11 @@ from .registers import Registers
 from .scalars import added, packed, unpacked
 
 
-def output_tree(prepared: Prepared, mb: int, tensors: Sequence[torch.Tensor]) -> Tree:
-    """What the last stage returned for a microbatch, from the tensors in it."""
-    return prepared.interfaces[prepared.request.kind_of[mb]][-1].y.fill(tensors)
-
-
 class GradPlace(NamedTuple):
     """Where the gradient of a leaf is.
 
-    ``slot`` is -1 where nothing was added to it, and None where no gradient is wanted. ``local``: other copies of the
-    pipeline have no part in it.
+    ``slot`` is -1 where nothing was added to it, and None where no gradient is wanted. ``local``: the pipeline has
+    copies, and the others have no part in it.
     """
 
     slot: int | None
@@ -67,24 +62,20 @@ class ResultLayout:
     @cached_property
     def tag(self) -> torch.Tensor:
         """The tag of the plans as a tensor."""
-        group = self.config.group
-        return torch.tensor(self.prepared.tag, device=group.device(group.here[0]))
+        return torch.tensor(self.prepared.tag, device=self.config.device)
 
     @cached_property
     def gradients(self) -> list[tuple[int, int, Structure, list[GradPlace]]]:
         """By stage: the rank here that holds it, the structure of its parameters, and where their gradients are."""
         out = []
         for stage in self.config.here:
-            params = self.prepared.request.params[stage]
+            params, rank = self.prepared.request.params[stage], self.config.rank_here(stage)
             assert params is not None
-            rank = self.config.rank_here(stage)
-            results = self.prepared.executables[rank].plan.results
-            places = []
-            for index, leaf in enumerate(params.leaves):
-                local, reduced = grad(stage, index), reduced_grad(stage, index)
-                wanted = isinstance(leaf, Aval) and leaf.grad
-                slot = results.get(reduced, results.get(local, -1)) if wanted else None
-                places.append(GradPlace(slot, reduced not in results))
+            results, places = self.prepared.executables[rank].plan.results, []
+            for index in range(len(params.leaves)):
+                reduced = reduced_grad(stage, index)
+                slot = results.get(reduced, results.get(grad(stage, index), -1)) if index in params.wanted else None
+                places.append(GradPlace(slot, self.config.copies is not None and reduced not in results))
             out.append((stage, rank, params.spec, places))
         return out
 
@@ -98,24 +89,9 @@ class ResultLayout:
         """What was lowered for a rank of this process: much of it is known of all ranks."""
         return next(iter(self.prepared.inputs.values()))
 
-    def rank_of_output(self, mb: int) -> int:
-        """The rank that runs the last stage, and the loss after it, for a microbatch."""
-        return self.prepared.request.schedule.placement.path(mb)[-1]
-
-    def kind(self, mb: int) -> tuple[int, ProgramSet]:
-        """The kind of a microbatch, by number and by its programs on a rank of this process."""
-        index = self.prepared.request.kind_of[mb]
-        return index, self._some.kinds[index]
-
-    def programs(self, rank: int, kind: int, stage: int) -> Programs:
-        """The programs of a stage on a rank of this process."""
-        return self.prepared.inputs[rank].kinds[kind].programs[stage]
-
-    def loss_key(self, loss: Programs, mb: int, leaf: int) -> Key:
-        """The key of a leaf that the loss returned; it may be an input that the loss returned as it was."""
-        name = loss.ys[leaf]
-        assert name is not None
-        return (self.kind(mb)[1].graph.source(loss, self.config.stages, name), mb)
+    def graph(self, mb: int) -> ValueGraph:
+        """How values of a microbatch pass between stages."""
+        return self._some.kind(mb).graph
 
 
 class Results:
@@ -126,29 +102,25 @@ class Results:
     ):  # fmt: skip
         self.layout, self.regs, self.call, self.weights = layout, regs, call, weights
         self.config, self.prepared, self.request = layout.config, layout.prepared, layout.prepared.request
-        self.group, self.placement = self.config.group, self.request.schedule.placement
+        self.group, self.path = self.config.group, self.request.schedule.placement.path
         self.stages, self.number = self.config.stages, call.number
-        self._sent_loss: torch.Tensor | None = None
 
     def leave_loss(self) -> None:
         """Receive the loss where it is sent in any case, although the caller does not want it."""
         if self.layout.early_loss:
-            self._loss()
+            self.pipeline_loss()
 
-    def send_loss(self) -> None:
-        """Send the loss to the other ranks, once all its parts are computed."""
-        self._sent_loss = self._loss()
+    def _get(self, rank: int, keys: Iterable[Key]) -> list[torch.Tensor] | None:
+        """Results of a rank, on its process."""
+        if rank not in self.group.here:
+            return None
+        slots, results = self.regs[rank].slots, self.prepared.executables[rank].plan.results
+        return [slots[results[key]] for key in keys]
 
-    def _get(self, rank: int, key: Key) -> torch.Tensor:
-        return self.regs[rank].slots[self.prepared.executables[rank].plan.results[key]]
-
-    def _share(
-        self, values: Sequence[torch.Tensor] | None, avals: Iterable[Aval | None], rank: int
-    ) -> Sequence[torch.Tensor]:
+    def _share(self, values: Sequence[torch.Tensor] | None, avals: Iterable[Aval], rank: int) -> Sequence[torch.Tensor]:
         """A rank's values on every rank: None is passed where that rank is on another process."""
         if not self.config.local:
-            specs = tuple(spec_of(aval) for aval in avals if aval is not None)
-            return self.group.share(None if values is None else tuple(values), specs, rank)
+            return self.group.share(None if values is None else tuple(values), tuple(map(spec_of, avals)), rank)
         assert values is not None
         return values
 
@@ -158,35 +130,29 @@ class Results:
 
         With copies of the pipeline, that of all copies.
         """
-        loss, copies = self._loss(), self.config.copies
+        loss, copies = self.pipeline_loss(), self.config.copies
         return loss if copies is None else copies.average(loss)
 
-    def _loss(self) -> torch.Tensor:
-        if self._sent_loss is not None:
-            return self._sent_loss
-        by_rank = self.layout.scalars
-        if len(by_rank) == 1:  # this rank adds them up and sends the total
-            ((rank, wanted),) = by_rank
-            here = rank in self.group.here
-            total = self._total({(s.stage, s.mb): self._get(rank, s.key) for s in wanted}) if here else None
-            if self.config.local:
-                assert total is not None
-                return total
-            return self._share_scalars(None if total is None else [total], [self.layout.loss_dtype], rank)[0]
-        scalars: dict[tuple[int, int], torch.Tensor] = {}
+    def pipeline_loss(self) -> torch.Tensor:
+        """The total of this copy of the pipeline, received where other ranks compute it."""
+        for r in self.regs.values():
+            if r.loss is not None:  # it was sent during the plan
+                return r.loss
+        by_rank, scalars = self.layout.scalars, dict[tuple[int, int], torch.Tensor]()
         for rank, wanted in by_rank:
-            values = [self._get(rank, s.key) for s in wanted] if rank in self.group.here else None
-            if not self.config.local:
-                values = self._share_scalars(values, [s.aval.dtype for s in wanted], rank)
-            assert values is not None
-            scalars |= {(s.stage, s.mb): value for s, value in zip(wanted, values, strict=True)}
+            values, dtypes = self._get(rank, (s.key for s in wanted)), [s.aval.dtype for s in wanted]
+            places = [(s.stage, s.mb) for s in wanted]
+            if len(by_rank) == 1:  # this rank adds them up and sends the total
+                total = None if values is None else [self._total(dict(zip(places, values, strict=True)))]
+                return self._share_scalars(total, [self.layout.loss_dtype], rank)[0]
+            scalars |= zip(places, self._share_scalars(values, dtypes, rank), strict=True)
         return self._total(scalars)
 
     def _total(self, scalars: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
         """The weighted sum of scalars by (stage, microbatch), the losses under one stage past the last."""
         weights = self.weights
         assert weights is not None
-        with_aux = sorted({stage for stage, _ in scalars if stage != self.stages})
+        with_aux = sorted({stage for stage, _ in scalars} - {self.stages})
         if weights.number is not None and not with_aux:
             return added([scalars[self.stages, mb] for mb in range(self.number)], weights.number)
         losses = []
@@ -197,9 +163,12 @@ class Results:
         return weights.sum(losses)
 
     def _share_scalars(
-        self, values: list[torch.Tensor] | None, dtypes: Sequence[torch.dtype], rank: int
-    ) -> list[torch.Tensor]:
+        self, values: Sequence[torch.Tensor] | None, dtypes: Sequence[torch.dtype], rank: int
+    ) -> Sequence[torch.Tensor]:
         """A rank's scalars on every rank, as one row of bytes that begins with the tag of the plan."""
+        if self.config.local:
+            assert values is not None
+            return values
         tag = self.layout.tag
         kinds = [tag.dtype, *dtypes]
         spec = Spec((sum(dtype.itemsize for dtype in kinds),), (1,), torch.uint8)
@@ -216,45 +185,38 @@ class Results:
 
     def aux(self) -> list[Tree]:
         """The loss's second values, in microbatch order, on every rank."""
-        return [self._aux(mb) for mb in range(self.number)]
+        return list(map(self._aux, range(self.number)))
 
     def _aux(self, mb: int) -> Tree:
-        loss = self.prepared.loss[self.request.kind_of[mb]]
+        loss, rank = self.prepared.loss[self.request.kind_of[mb]], self.path(mb)[-1]
         assert loss is not None
-        rank = self.layout.rank_of_output(mb)
-        indices = [j for j, name in enumerate(loss.ys) if name is not None]
-        here = rank in self.group.here
-        values = [self._get(rank, self.layout.loss_key(loss, mb, j)) for j in indices] if here else None
-        values = self._share(values, [loss.outputs.y.tensors[j] for j in indices], rank)
-        return loss.outputs.y.fill(values)[1]
+        source = self.layout.graph(mb).source  # a leaf may be an input that the loss returned as it was
+        values = self._get(rank, ((source(loss, self.stages, name), mb) for name in loss.ys if name is not None))
+        return loss.outputs.y.fill(self._share(values, loss.outputs.y.avals.values(), rank))[1]
 
     # ---- outputs ------------------------------------------------------------------------------------------------
     def outputs(self) -> list[Tree] | None:
         """The last stage's outputs by microbatch, as ``outputs=`` says."""
-        here = all(self.layout.rank_of_output(mb) in self.group.here for mb in range(self.number))
+        here = all(self.path(mb)[-1] in self.group.here for mb in range(self.number))
         if not here and self.config.outputs == "last":
             return None
-        return [self._output(mb) for mb in range(self.number)]
+        return list(map(self._output, range(self.number)))
 
     def _output(self, mb: int) -> Tree:
-        kind, programs = self.layout.kind(mb)
-        avals = self.prepared.interfaces[kind][-1].y.tensors
-        rank = self.layout.rank_of_output(mb)
-        values: Sequence[torch.Tensor] | None = None
-        if rank in self.group.here:
-            values = [self._get(rank, (source, mb)) for source in programs.graph.outputs()]
+        y, rank = self.prepared.output(mb), self.path(mb)[-1]
+        values: Sequence[torch.Tensor] | None = self._get(
+            rank, ((source, mb) for source in self.layout.graph(mb).outputs())
+        )
         if self.config.outputs == "everywhere":
-            values = self._share(values, avals, rank)
+            values = self._share(values, y.avals.values(), rank)
         if values is None:
-            device = self.group.device(self.group.here[0])
-            values = [torch.zeros(a.shape, dtype=a.dtype, device=device) for a in avals if a is not None]
-        return output_tree(self.prepared, mb, values)
+            values = [torch.zeros(a.shape, dtype=a.dtype, device=self.config.device) for a in y.avals.values()]
+        return y.fill(values)
 
     # ---- gradients ----------------------------------------------------------------------------------------------
     def param_grads(self) -> Sequence[Tree]:
         """One pytree per stage of this process: a tensor for every leaf that is differentiated, else None."""
         out: list[Tree] = [None] * self.stages
-        copies = self.config.copies
         for stage, rank, spec, places in self.layout.gradients:
             slots, leaves = self.regs[rank].slots, []
             for index, (slot, local) in enumerate(places):
@@ -264,29 +226,27 @@ class Results:
                     value = self.call.leaves[stage][0][index]
                     leaves.append(torch.zeros_like(value, dtype=self.config.accumulate or value.dtype))
                 else:
-                    leaves.append(copies.divided(slots[slot]) if local and copies is not None else slots[slot])
+                    leaves.append(self._of_all(slots[slot]) if local else slots[slot])
             out[stage] = tree.unflatten(spec, leaves)
         return tuple(out) if isinstance(self.call.params, tuple) else out
 
+    def _of_all(self, grad: torch.Tensor) -> torch.Tensor:
+        """A gradient in which other copies of the pipeline have no part, as one of the loss of all copies."""
+        return grad if self.config.copies is None else self.config.copies.divided(grad)
+
     def input_grads(self) -> list[Tree] | None:
         """The gradient of x by microbatch, on the rank of the first stage; None elsewhere."""
-        out, copies = [], self.config.copies
+        out = []
         for mb in range(self.number):
-            rank = self.placement.path(mb)[0]
+            rank = self.path(mb)[0]
             if rank not in self.group.here:
                 return None
-            kind, programs = self.layout.kind(mb)
-            x = self.request.kinds[kind][0]
-            leaves: list[torch.Tensor | None] = []
-            for index, leaf in enumerate(x.leaves):
-                if not isinstance(leaf, Aval) or not leaf.grad:
-                    leaves.append(None)
-                    continue
-                source = programs.graph.cotangent(-1, index)
-                grad = (
-                    torch.zeros_like(self.call.x.rows[mb][index]) if source is None else self._get(rank, (source, mb))
-                )
-                leaves.append(grad if copies is None else copies.divided(grad))
+            x, graph = self.request.kinds[self.request.kind_of[mb]][0], self.layout.graph(mb)
+            leaves: list[torch.Tensor | None] = [None] * len(x.leaves)
+            for index in x.wanted:
+                source = graph.cotangent(-1, index)
+                grads = None if source is None else self._get(rank, [(source, mb)])
+                leaves[index] = self._of_all(grads[0] if grads else torch.zeros_like(self.call.x.rows[mb][index]))
             out.append(tree.unflatten(x.spec, leaves))
         return out
 
@@ -296,28 +256,26 @@ class Results:
 
         Each replica of a stage carries a state; that of the first replica is sent to the others.
         """
-        out: list[Tree] = [None] * self.stages
-        for stage, function in enumerate(self.config.functions):
-            replicated = len(self.placement.ranks_of(stage)) > 1 and not self.config.local
-            here = stage in self.config.here
-            if function.state and (replicated or here):
-                state = self._state(stage, self.placement.rank_of(stage), replicated)
-                out[stage] = state if here else None
-        return out
+        ranks_of = self.config.placement.ranks_of
+        return [
+            self._state(stage, ranks_of(stage)) if function.state else None
+            for stage, function in enumerate(self.config.functions)
+        ]
 
-    def _state(self, stage: int, rank: int, replicated: bool) -> Tree:
-        row = self.request.schedule[rank]
-        last = [a.microbatch for a in plain(row) if a.stage == stage and a.op == "F"][-1:]
+    def _state(self, stage: int, ranks: Sequence[int]) -> Tree:
+        rank, here = ranks[0], stage in self.config.here
+        replicated = len(ranks) > 1 and not self.config.local
+        if not here and not replicated:
+            return None
+        last = [a.microbatch for a in plain(self.request.schedule[rank]) if a.stage == stage and a.op == "F"][-1:]
         kind = self.request.kind_of[last[0]] if last else 0
         state = self.prepared.interfaces[kind][stage].state
-        assert state is not None
         values: Sequence[torch.Tensor] | None = None
         if rank in self.group.here:
-            names = self.layout.programs(rank, kind, stage).new_state if last else ()
-            values = [self._get(rank, (Value(stage, n), last[0])) for n in names] or list(
-                self.call.state_leaves[stage][0]
-            )
+            names = self.prepared.inputs[rank].kinds[kind].programs[stage].new_state if last else ()
+            values = self._get(rank, [(Value(stage, n), last[0]) for n in names]) or self.call.state_leaves[stage][0]
+        assert state is not None
         if replicated:
-            values = self._share(values, state.tensors, rank)
+            values = self._share(values, state.avals.values(), rank)
         assert values is not None
-        return state.fill(values)
+        return state.fill(values) if here else None

@@ -83,7 +83,6 @@ PRIVATE_TORCH = {
     },
     "programs.marks": {"_get_sequence_nr", "_sequence_nr"},
     "programs.purity": {"_python_dispatch"},
-    "running.debugging": {"_opname"},
 }  # fmt: skip
 PRIVATE_FILE_LINES = 250
 SPDX = "# SPDX-License-Identifier: Apache-2.0\n"

@@ -25,65 +25,55 @@ class PlainNormalizations(TorchFunctionMode):
         return func(*args, **(kwargs or {})) if result is None else result
 
 
-def _normal(x: Tensor, over: Sequence[int], eps: float) -> Tensor:
+def _normal(x: Tensor, over: Sequence[int], eps: float, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     centred = wide - wide.mean(tuple(over), keepdim=True)
-    return (centred * (centred.square().mean(tuple(over), keepdim=True) + eps).rsqrt()).to(x.dtype)
-
-
-def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    x = (centred * (centred.square().mean(tuple(over), keepdim=True) + eps).rsqrt()).to(x.dtype)
     x = x if weight is None else x * weight
     return x if bias is None else x + bias
-
-
-def _by_channel(x: Tensor, leaf: Tensor | None) -> Tensor | None:
-    return None if leaf is None else leaf.view(1, -1, *[1] * (x.dim() - 2))
 
 
 def _layer_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None,
     eps: float = 1e-5, *_: Any, **__: Any,
 ) -> Tensor:  # fmt: skip
-    return _affine(_normal(input, range(-len(normalized_shape), 0), eps), weight, bias)
+    return _normal(input, range(-len(normalized_shape), 0), eps, weight, bias)
 
 
-def _batch_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, training: bool,
-    momentum: float, eps: float, *_: Any, **__: Any,
-) -> Tensor | None:  # fmt: skip
-    if not training or mean is not None:
-        return None  # passed statistics are constants, and running ones are updated by torch
-    return _affine(_normal(x, [0, *range(2, x.dim())], eps), _by_channel(x, weight), _by_channel(x, bias))
+def _by_channel(rows: bool) -> Callable[..., Tensor | None]:
+    """A batch norm, over all ``rows``, or an instance norm."""
+
+    def norm(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, own: bool,
+        momentum: float, eps: float, *_: Any,
+    ) -> Tensor | None:  # fmt: skip
+        if not own or mean is not None:
+            return None  # passed statistics are constants, and running ones are updated by torch
+        weight, bias = (t if t is None else t.view(1, -1, *[1] * (x.dim() - 2)) for t in (weight, bias))
+        return _normal(x, [0, *range(2, x.dim())] if rows else range(2, x.dim()), eps, weight, bias)
+
+    return norm
 
 
-def _instance_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None,
-    use_input_stats: bool, momentum: float, eps: float, *_: Any, **__: Any,
-) -> Tensor | None:  # fmt: skip
-    if not use_input_stats or mean is not None:
-        return None
-    return _affine(_normal(x, range(2, x.dim()), eps), _by_channel(x, weight), _by_channel(x, bias))
+def _functional(rows: bool) -> Callable[..., Tensor | None]:
+    """The same with the signature in ``torch.nn.functional``; ``own``: whether x's own statistics count."""
 
+    def norm(
+        input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None,
+        weight: Tensor | None = None, bias: Tensor | None = None, own: bool = not rows, momentum: float = 0.1,
+        eps: float = 1e-5, **named: bool,
+    ) -> Tensor | None:  # fmt: skip
+        own = next(iter(named.values()), own)  # as training= or use_input_stats=
+        return _by_channel(rows)(input, weight, bias, running_mean, running_var, own, momentum, eps)
 
-def _named_batch_norm(
-    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
-    bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
-) -> Tensor | None:  # fmt: skip
-    return _batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
-
-
-def _named_instance_norm(
-    input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None,
-    bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
-) -> Tensor | None:  # fmt: skip
-    return _instance_norm(input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps)
+    return norm
 
 
 _PLAIN: dict[Any, Callable[..., Tensor | None]] = {
     F.layer_norm: _layer_norm,  # it calls torch.layer_norm where the mode does not intercept it
-    F.batch_norm: _named_batch_norm,
-    F.instance_norm: _named_instance_norm,
+    F.batch_norm: _functional(rows=True),
+    F.instance_norm: _functional(rows=False),
     torch.layer_norm: _layer_norm,
-    torch.batch_norm: _batch_norm,
-    torch.instance_norm: _instance_norm,
+    torch.batch_norm: _by_channel(rows=True),
+    torch.instance_norm: _by_channel(rows=False),
 }
