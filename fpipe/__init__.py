@@ -54,7 +54,8 @@ _MODULES = {
     "testing": "testing",
 }
 
-_FACE = {name: module for module, names in _TABLE.items() for name in names.split()}
+#: public name -> its module
+_NAMES = {name: module for module, names in _TABLE.items() for name in names.split()}
 
 if TYPE_CHECKING:
     from . import devices as devices
@@ -92,12 +93,12 @@ if TYPE_CHECKING:
     from .stage import remat as remat
     from .transforms import *
 else:
-    __all__ = sorted({*_FACE, *_MODULES})
+    __all__ = sorted({*_NAMES, *_MODULES})
 
 
 def __getattr__(name: str) -> object:
-    if name in _FACE:
-        value = getattr(_import_module(f"{__name__}.{_FACE[name]}"), name)
+    if name in _NAMES:
+        value = getattr(_import_module(f"{__name__}.{_NAMES[name]}"), name)
     elif name in _MODULES:
         value = _import_module(f"{__name__}.{_MODULES[name]}")
     else:
@@ -107,4 +108,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_FACE, *_MODULES})
+    return sorted({*globals(), *_NAMES, *_MODULES})

@@ -28,14 +28,16 @@ Engine: TypeAlias = Literal["trace", "eager"]
 class Stage:
     """A stage function with what the pipeline should know about it.
 
-    ``aux_loss``: fn returns ``(y, scalar)`` and the scalar joins the total. ``state``: ``fn(params, state, x)`` returns
-    ``(y, state)``; it starts as ``initial_state``. Where a stage has replicas, each carries the state over its own
-    microbatches, and that of the first replica is returned. ``engine`` and ``compile`` override the pipeline's.
+    ``aux_loss``: fn returns ``(y, scalar)`` and the scalar is added to the loss. ``state``: ``fn(params, state, x)``
+    returns ``(y, state)``; it starts as ``initial_state``. If a stage has replicas, each updates its state from the
+    microbatches it runs, and the state of the first replica is returned. ``engine`` and ``compile`` override those of
+    the pipeline.
     ``frozen`` names parameter leaves (dotted paths within the stage, shell patterns) that get no gradient; ``ties``
     pairs a leaf's path with the name of a group whose members, across stages, are one parameter.
 
-    ``like`` declares, for ``engine="eager"`` and a function that looks at its data, what it returns: a function of the
-    same arguments whose result has the same structure, shapes and dtypes (``lambda p, x: x`` for most blocks).
+    ``like`` declares what ``fn`` returns, for ``engine="eager"`` and a function whose control flow depends on tensor
+    values: a function of the same arguments whose result has the same structure, shapes and dtypes
+    (``lambda p, x: x`` for most blocks).
 
     >>> Stage(lambda p, x: (x, x.sum()), aux_loss=True).aux_loss
     True

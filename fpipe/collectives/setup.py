@@ -43,8 +43,8 @@ def init(
 ) -> MeshGroup | LocalGroup:
     """The group of this process: one rank under torchrun, all ranks if there is one process.
 
-    ``pp`` ranks in a pipeline, ``dp`` copies of it, and ``tp`` processes that share each stage by the collectives in
-    it: their product is the number of processes. ``pp`` defaults to the number of processes divided by the others.
+    A pipeline has ``pp`` ranks. There are ``dp`` copies of it, and ``tp`` processes per stage, whose code calls
+    collectives; ``pp * dp * tp`` is the number of processes. ``pp`` defaults to that number divided by ``dp * tp``.
     ``device`` and ``backend`` default to the accelerator of the machine and its backend. An initialized process group
     is used as it is. A second call returns the group of the first, with its ``timeout``; the default is five minutes.
 

@@ -97,7 +97,7 @@ def about_schedule(name: str) -> str:
 def make_schedule(name: str, ranks: int, microbatches: int, stages: int | None = None) -> Schedule:
     """The schedule called ``name`` for these counts; case, blanks, ``-`` and ``_`` in the name do not matter.
 
-    ``stages`` counts them in all. Left out, it is what the schedule's placement needs: one a rank, or two.
+    ``stages`` is the total number of stages. The default is one or two per rank, depending on the schedule.
 
     >>> print(make_schedule("1F1B", ranks=2, microbatches=2))
     [0F0, 0F1, 0B0, 0B1]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of one rank: what comes from whom in which order, what goes where, and when a send has surely arrived.
+"""Messages of one rank: what it receives from which rank in which order, what it sends, and when sends are settled.
 
-The order of a channel is that in which the sender's row makes its messages; the receiver reads that row, so both agree
-without a word. Receives are posted a few ahead of need; on a ``strict`` group, where a send blocks until it is asked
-for, exactly where one common order of all ranks has the message. Knows schedules and wires, and no program.
+The order of a channel is that in which the sender's row computes its messages. The receiver reads that row, so sender
+and receiver know the order without exchanging it. Receives are posted a few messages ahead. On a ``strict`` group a
+send blocks until it is received; there, receives are posted exactly where one common order of all ranks has the
+message. This module must not know the contents of programs.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from .keys import Key
 from .plan import LoweringInput, ProgramSet, Step, spec_of
 from .value_graph import Out
 
-#: op -> the facts that it makes and others may wait for.
+#: op -> the facts that it computes and that other ranks may wait for.
 _TRAVELS = {op: tuple(kind for kind in made if kind != "W") for op, (made, _) in RULE.items()}
 #: Where all ranks follow one order, sends that may be under way to one rank.
 _BEHIND = 2
 
 
 class Channel:
-    """Messages from one rank, in the order in which they come: their keys, their specs and where they are made."""
+    """Messages from one rank, in the order of arrival: their keys, their specs and the actions that compute them."""
 
     def __init__(self, src: int):
         self.src = src
@@ -56,7 +57,7 @@ class Messages:
         self._places: dict[int, dict[tuple[int, int], int]] = {}
         self.channels = self._incoming()
         self.place = 0
-        # Forwards alone bring no word back of what has arrived: there, too, one order of all ranks says it.
+        # Without backwards no messages return that would prove an arrival; one order of all ranks proves it instead.
         self.ordered = job.strict or (job.wired and not job.training)
         if self.ordered:
             self._follow()
@@ -67,7 +68,7 @@ class Messages:
         return self.job.kinds[self.job.kind_of[mb]]
 
     def outgoing(self, stage: int, fact: str, mb: int) -> list[tuple[int, list[Out]]]:
-        """Which values go to which other ranks once a fact of a stage is there."""
+        """Which values are sent to which other ranks once a fact of a stage is computed."""
         memo = (stage, fact, self.job.kind_of[mb], self.placement.path_index(mb))
         found = self._dests.get(memo)
         if found is None:
@@ -83,7 +84,7 @@ class Messages:
         return found
 
     def _incoming(self) -> list[Channel]:
-        """Read the other ranks' rows for what they send here."""
+        """The channels to this rank, from the rows of the other ranks."""
         job, sources = self.job, set()
         for mb in dict.fromkeys(self._first_of_kinds()):
             path = self.placement.path(mb)
@@ -124,7 +125,7 @@ class Messages:
                 channel.actions.append(action)
 
     def spec(self, out: Out) -> Spec:
-        """How a value travels."""
+        """The layout of a value in a message."""
         found = self._specs.get(out)
         if found is None:
             found = self._specs[out] = spec_of(out.aval)
@@ -138,7 +139,7 @@ class Messages:
                 self._post(channel, channel.had + self.job.ahead)
 
     def before(self, place: int) -> None:
-        """Where one order is followed, post what others send before the action at ``place`` of this row starts."""
+        """If one order is followed, post receives of all messages sent before the action at ``place`` starts."""
         self.place = place
         if self.ordered:
             self._post_until((self._times[place][0], self.placement.ranks))
@@ -151,9 +152,9 @@ class Messages:
     def _follow(self) -> None:
         """Lay out one order of all ranks.
 
-        It is the simulator's at unit cost: a message stands at the end of the action that makes it, messages of one
-        moment by sender. Every rank posts and sends in this order, so the first event of it that is not over can always
-        happen: nobody waits for ever.
+        It is the simulator's order at unit cost: a message is placed at the end of the action that computes it, and
+        messages of one moment are ordered by sender. Every rank posts and sends in this order, so the first event that
+        has not happened can always happen, and there is no deadlock.
         """
         schedule = self.job.schedule
         rows = tuple(tuple(plain(row)) for row in schedule)
@@ -165,13 +166,13 @@ class Messages:
         self._times = {span.position: (span.start, span.end) for span in line.of_rank(self.rank)}
 
     def drain(self) -> None:
-        """Have every message that was posted or, in a first phase, will be sent."""
+        """Wait for every message of this phase."""
         for channel in self.channels:
             while channel.had < channel.end:
                 self.fetch(channel.messages[channel.had][0][0])
 
     def next_phase(self) -> None:
-        """Between the phases everything is waited for; then receives go on."""
+        """Wait for all messages of the first phase, then continue with those of the second."""
         self.drain()
         self.under_way.clear()
         for channel in self.channels:
@@ -184,7 +185,7 @@ class Messages:
             channel.posted += 1
 
     def fetch(self, key: Key) -> None:
-        """Wait for the message that brings a value, and for those before it."""
+        """Wait for the message that contains a value, and for those before it."""
         found = self.coming.get(key)
         if found is None:
             return
@@ -200,7 +201,7 @@ class Messages:
                 self._settle(channel.src, channel.made[channel.had - 1])
 
     def send(self, action: Action, stage: int, fact: str) -> None:
-        """Send what a fact of a stage gives to other ranks."""
+        """Send the values of a fact of a stage to the ranks that read them."""
         going = self.outgoing(stage, fact, action.microbatch)
         if going and self.ordered:
             self._post_until((self._times[self.place][1], self.rank))
@@ -213,13 +214,13 @@ class Messages:
                 waiting = self.under_way.setdefault(rank, deque())
                 waiting.append(needed)
                 if self.ordered and len(waiting) > _BEHIND:
-                    # In the common order the older message comes before this one, so its receiver asks for it without
-                    # needing anything that this rank does later.
+                    # In the common order the older message comes before this one, so its receiver posts the receive
+                    # without waiting for anything that this rank does later.
                     waiting.popleft()
                     self.out.append(Step("SETTLE", peer=rank, number=1))
 
     def _reads_at(self, rank: int, stage: int, fact: str, mb: int) -> int:
-        """Where in a rank's row a stage has certainly had what it reads of a microbatch; -1 if it is not there."""
+        """The place in a rank's row by which a stage has read its inputs of a microbatch; -1 if the row has none."""
         places = self._places.get(rank)
         if places is None:
             places = self._places[rank] = {}
@@ -229,7 +230,7 @@ class Messages:
         return places.get((min(max(stage, 0), self.job.stages - 1), mb), -1)
 
     def _settle(self, peer: int, made: int) -> None:
-        """A message of a peer shows that whatever it read before making it has arrived there."""
+        """Settle sends: a message of a peer proves that what the peer read before computing it has arrived."""
         waiting = self.under_way.get(peer)
         count = 0
         while waiting and waiting[0] <= made:
@@ -240,8 +241,8 @@ class Messages:
 
 
 def _places(job: LoweringInput, rank: int) -> Iterator[tuple[Action, int, int]]:
-    """The actions of a row, each with the place from which on it may have made its message, and the one by which it
-    has surely read what it needs: its own, or the first and the last of what it is woven with."""
+    """The actions of a row, each with two places: the first at which its message may be computed, and the last at which
+    it reads its inputs. Both are the place of the action or, in a woven action, the first and the last of its parts."""
     place = 0
     woven = job.overlap.how != "sequential" and not job.strict
     for action in job.schedule[rank]:

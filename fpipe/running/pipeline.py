@@ -194,16 +194,19 @@ def pipeline(
     """A function of (params, x, *targets) from stages, a schedule and a loss.
 
     ``schedule`` is a name, a Schedule, a path to a CSV, or a function (ranks, microbatches) -> Schedule. ``overlap``
-    says how fused actions run: ``"weave"``, ``"sequential"``, a function that gets both parts and returns both results,
-    or a weave as data, a list of (which program, which segment).
+    defines how fused actions run: ``"weave"``, ``"sequential"``, a function that gets both parts and returns both
+    results, or a weave as data, a list of (which program, which segment).
 
-    ``dp`` is the group of the copies of this pipeline, as in ``fpipe.init(dp=2).dp``; each gets its own part of the
-    batch. Loss and gradients are those of all copies together: means of theirs, or sums with ``reduction="sum"`` or
-    ``fpipe.weighted``, which counts over all. A stage's gradients leave after its last W, in buckets of
-    ``bucket_bytes``, in ``reduce_dtype``. With ``zero=`` 1, 2 or 3 the pipeline takes parts and gives gradients of
-    parts: ``shards = pipe.shard(params)``, and optimizer, update and the next call all work on those. 1 adds up whole
-    gradients and keeps a part, 2 keeps no whole one, 3 holds at most ``unsharded`` stages' parameters whole at once.
-    ``own`` names leaves of which each copy has its own, as experts are that exchange their rows inside the stages.
+    ``dp`` is the group of the copies of this pipeline, as in ``fpipe.init(dp=2).dp``; each copy gets a different part
+    of the batch. Loss and gradients are averaged over the copies, or summed with ``reduction="sum"`` or
+    ``fpipe.weighted``, whose weights are counted over all copies. The gradients of a stage are reduced after its last
+    W, in buckets of ``bucket_bytes``, in ``reduce_dtype``.
+
+    With ``zero=`` 1, 2 or 3 the pipeline takes shards of the parameters, ``shards = pipe.shard(params)``, and returns
+    gradients of the shards; the optimizer, the update and the next call use the shards too. 1: full gradients are
+    summed, then sharded; 2: no full gradient is kept; 3: in addition, the full parameters of at most ``unsharded``
+    stages are in memory at once. ``own`` names leaves that are not replicated, such as experts: each copy has
+    different ones.
 
     >>> from fpipe import local
     >>> def layer(p, x): return torch.tanh(x @ p)
@@ -279,8 +282,9 @@ def vjp(
 ) -> tuple[Tree, calls.Pullback]:
     """Outputs of the whole batch, and a pullback from their cotangents to ``(dparams, dx)``.
 
-    The forwards of the schedule run now, the backwards when the pullback is called: any loss over the whole batch fits
-    in between. The pullback frees as it runs and can be called once, or more often with ``retain=True``.
+    The forwards of the schedule run now, the backwards when the pullback is called, so that a loss over the whole
+    batch can be computed in between. The pullback frees what it used: it can be called once, or several times with
+    ``retain=True``.
     """
     if pipe.config.loss is not None:
         raise StageError("vjp takes a pipeline without a loss; leave loss= out, or use value_and_grad")

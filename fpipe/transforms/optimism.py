@@ -109,12 +109,19 @@ class Optimistic(NamedTuple):
 
 
 def optimistic(tx: Transform, over: Over | None = None) -> Optimistic:
-    """Make optimizer steps without the barrier of a global norm or of a check for infinities.
+    """Make optimizer steps that do not wait for a global norm or for a check for infinities.
 
-    ``clip_by_global_norm`` and ``skip_nonfinite`` in the chain, with the same ``over``, are assumed to change nothing.
-    Other transforms that reduce over processes are waited for as usual, and so are norms over copies of the pipeline
-    (``zero=``, ``own=``). Results have the bits of the ordinary step. A wrong assumption costs the step that began
-    with it. Until a step is settled, parameters, state and gradients from before it are held.
+    The assumption is that ``clip_by_global_norm`` and ``skip_nonfinite`` in the chain, with the same ``over``, leave
+    the gradients unchanged. A step updates the parameters at once and begins one sum over the processes, which
+    verifies the assumption. The sum runs while the next gradients are computed.
+
+    If the assumption was wrong, all processes repeat the step with the ordinary transform, from the parameters, state
+    and gradients from before the step; :meth:`Optimistic.step` then computes the next gradients again. Results have
+    the bits of the ordinary step. The parameters, state and gradients from before a step are held until
+    :meth:`Step.settle` has confirmed or repeated it.
+
+    Other transforms that reduce over processes wait as usual, and so do norms over copies of the pipeline (``zero=``,
+    ``own=``).
 
     Args:
         tx: the transform, usually a chain.

@@ -288,13 +288,13 @@ def test_unknown_public_name():
 def test_no_function_and_module_share_a_name():
     """``import fpipe.x as m`` would give the function, and the lazy table the module."""
     files = {path.stem for path in ROOT.glob("*.py")} | {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert not files & set(fpipe._FACE)
+    assert not files & set(fpipe._NAMES)
     assert {module.split(".")[0] for module in fpipe._MODULES.values()} <= files
 
 
 def test_public_names_of_schedules_load_without_torch():
     """Importing torch takes seconds, and ``fpipe draw`` without it milliseconds."""
-    lazy = sorted(name for name, module in fpipe._FACE.items() if module.split(".")[0] in TORCH_FREE)
+    lazy = sorted(name for name, module in fpipe._NAMES.items() if module.split(".")[0] in TORCH_FREE)
     code = (
         f"import sys, fpipe; [getattr(fpipe, n) for n in {lazy}]; print('torch' in sys.modules, 'numpy' in sys.modules)"
     )
