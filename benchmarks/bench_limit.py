@@ -22,7 +22,7 @@ from benchmarks.bench_torch import SCHEDULES, SIZES, asking, make, stage
 from benchmarks.command import save
 from benchmarks.measure import begin
 from benchmarks.stages import square
-from fpipe.plans.plan import spec_of
+from fpipe.plans.value_graph import spec_of
 from fpipe.running.calls import value_and_grad
 from fpipe.running.loop import WATCH
 from fpipe.running.profile.profiling import Measuring, whole

@@ -9,6 +9,7 @@ segments of them, in the order in which they run. Knows keys and steps; no tenso
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import repeat
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -17,7 +18,7 @@ from ..programs.program import Program
 from ..programs.stage_programs import Programs
 from ..schedules.actions import Action
 from ..tree import Aval, contiguous
-from .gathering import Gathering
+from .gathering import parameter_key, steps_of_copies
 from .keys import BatchLeaf, Key, OutputCotangent, Source, State, Value, ZeroCotangent, grad, inputs
 from .messages import Messages
 from .plan import LoweringInput, ProgramSet, Step
@@ -63,14 +64,16 @@ class Builder:
         self.known_weaves: dict[Hashable, Weave] = {}
         self._leaves: dict[tuple[int, str, int, int], Sequence[_Leaving]] = {}
         self.messages = Messages(job, rank, self.out, self.here)
-        self.gathering = Gathering(job, rank, self.out, self.added)
+        self.of_copies: Iterator[Sequence[Step]] = (
+            repeat(()) if job.copies is None else steps_of_copies(job, job.copies, rank, self.added)
+        )
 
     # ---- names --------------------------------------------------------------------------------------------------
     def key(self, programs: Programs, stage: int, mb: int, name: str) -> Key:
         """The key of a value that a stage's programs call ``name``."""
         role, leaf = inputs(programs).get(name, ("computed", 0))
         if role == "param":
-            return self.gathering.key(stage, leaf)
+            return parameter_key(self.job, stage, leaf)
         if role == "grad":
             return grad(stage, leaf)
         if role == "state":

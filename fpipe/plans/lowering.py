@@ -9,27 +9,43 @@ schedules.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import contextmanager
 
 from ..schedules.actions import AnyAction, Fused, plain
 from .builder import Builder, input_gradients_of, outputs_of
-from .keys import GradSum, Key, PartialGrad, grad
+from .keys import GradSum, Key, PartialGrad, grad, reduced_grad
 from .plan import LoweringInput, Plan, Step
 from .slots import assign
 from .weaving.fused import act_jointly, starts_collectives, woven_pieces
 
 
 def lower(job: LoweringInput, rank: int) -> Plan:
-    """The plan of one rank."""
+    """The plan of one rank; lowering creates no reference cycles, so the garbage collector is paused."""
+    with _paused_collector():
+        return _lower(job, rank)
+
+
+@contextmanager
+def _paused_collector() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _lower(job: LoweringInput, rank: int) -> Plan:
     builder = Builder(job, rank)
     split = _emit_row(builder)
     _emit_sums(builder)
-    builder.gathering.finish()
+    builder.out += next(builder.of_copies)
     if job.early_loss:
         _emit_loss(builder)
-    plan = assign(job, rank, builder.out, split, list(_wanted(builder)))
-    return replace(plan, weaves=builder.weaves) if builder.weaves else plan
+    return assign(job, rank, builder.out, split, list(_wanted(builder)), builder.weaves)
 
 
 def _emit_row(builder: Builder) -> int:
@@ -39,7 +55,7 @@ def _emit_row(builder: Builder) -> int:
     builder.messages.begin()
     for position, action in enumerate(row):
         if place != backward:
-            builder.gathering.at(position)
+            builder.out += next(builder.of_copies)
         if _emit_woven(builder, action, position):
             place += len(action.parts)
             continue
@@ -47,7 +63,7 @@ def _emit_row(builder: Builder) -> int:
             if place == backward:
                 split = _end_phase(builder)
                 builder.messages.begin()
-                builder.gathering.at(position)
+                builder.out += next(builder.of_copies)
             builder.messages.before(place)
             builder.act(part)
             place += 1
@@ -77,7 +93,7 @@ def _emit_woven(builder: Builder, action: AnyAction, position: int) -> bool:
 
 
 def _end_phase(builder: Builder) -> int:
-    builder.gathering.rest()
+    builder.out += next(builder.of_copies)
     builder.messages.next_phase()
     return len(builder.out)
 
@@ -135,7 +151,7 @@ def _emit_sum(builder: Builder, number: int, group: tuple[tuple[int, int], ...])
     out += [Step("SEND", reads=(grad(*leaf),), peer=peer, avals=(job.grad_specs[leaf],))
             for peer in peers for leaf in local]  # fmt: skip
     for step, (_, _, part) in zip(receives, arriving, strict=True):
-        out.append(replace(step, kind="WAIT", writes=(part,)))
+        out.append(step._replace(kind="WAIT", writes=(part,)))
     total: Key = (GradSum(number), None)
     out.append(Step("SUM", reads=tuple(parts), writes=(total,)))
     out += [Step("SUM", reads=(total,), writes=(grad(*leaf),)) for leaf in local]
@@ -144,7 +160,9 @@ def _emit_sum(builder: Builder, number: int, group: tuple[tuple[int, int], ...])
 def _wanted(builder: Builder) -> Iterator[Key]:
     """The keys whose values are results of the plan."""
     job, rank, top = builder.job, builder.rank, builder.job.stages - 1
-    yield from builder.added - builder.gathering.given | builder.gathering.reduced
+    shares = [step.share for step in builder.out if step.kind == "REDUCE" and step.share is not None]
+    reduced = [(share.stage, leaf) for share in shares for leaf in share.leaves]
+    yield from builder.added - {grad(*leaf) for leaf in reduced} | {reduced_grad(*leaf) for leaf in reduced}
     for keys in builder.state.values():
         yield from keys
     for mb in range(job.schedule.microbatches):

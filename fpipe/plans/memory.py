@@ -2,13 +2,14 @@
 """How many bytes a rank holds at each step of its plan, by storage: two views of one tensor count once.
 
 Parameters, the caller's batch and constants are not counted. Where ranks live in different processes, a receive counts
-from when it is posted, and a sent value until it is known to have been received. This module follows steps; it changes
-nothing.
+from when it is posted, and a sent value until it is known to have been received. This module
+follows steps and changes none.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,31 +21,31 @@ from torch import fx
 from ..programs.graphs import Held
 from ..programs.program import Program
 from ..programs.stage_programs import Programs
-from ..tree import Aval
+from ..tree import Aval, Spec
 from .keys import Key
 from .plan import Step
 
 
 @dataclass(slots=True)
 class _Storage:
-    """Memory that is held: what it is called, how large it is, and how many values lie in it."""
+    """Memory that is held: its name, its size, and the number of values in it."""
 
     root: Hashable
     nbytes: int
     users: int = 0
 
 
-class _Made(NamedTuple):
-    """An output of a program, in memory."""
+class _Output(NamedTuple):
+    """An output of a program that is in memory."""
 
     place: int
-    given: int | None  # the place of the input whose memory this is; -1: of one that the program does not read itself
-    root: str  # the value whose memory it is
+    source: int | None  # the place of the input whose memory it is in; -1: of one that the program does not read itself
+    root: str  # the value whose memory it is in
     nbytes: int
 
 
-class Ledger:
-    """Bytes held, by storage. ``wired``: messages cross processes, and so have buffers of their own."""
+class MemoryAccount:
+    """Bytes held, by storage. ``wired``: messages cross processes, so receives have buffers and sends hold memory."""
 
     def __init__(self, wired: bool = False) -> None:
         self.live = 0
@@ -52,11 +53,11 @@ class Ledger:
         self.leaving: dict[int, list[list[Hashable]]] = {}
         self.behind: dict[Hashable, _Storage] = {}
         self.held: dict[Hashable, _Storage] = {}
-        self._made: dict[int, tuple[_Made, ...]] = {}
+        self._outputs: dict[int, tuple[_Output, ...]] = {}
         self._excess: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def begin(self, key: Hashable, root: Hashable, nbytes: int) -> None:
-        """A value is there, in memory of its own or in some that is held already."""
+        """Hold a value, in memory of its own or in some that is held already."""
         if key in self.behind:
             return
         storage = self.held.get(root)
@@ -67,13 +68,13 @@ class Ledger:
         self.behind[key] = storage
 
     def share(self, key: Hashable, storage: _Storage) -> None:
-        """A value is there, in the memory of another."""
+        """Hold a value in the memory of another."""
         if key not in self.behind:
             storage.users += 1
             self.behind[key] = storage
 
     def end(self, key: Hashable) -> None:
-        """A value is gone."""
+        """Release a value."""
         storage = self.behind.pop(key, None)
         if storage is None:
             return
@@ -93,35 +94,31 @@ class Ledger:
             sizes = {program.inputs[place]: self.behind[reads[place]].nbytes for place in dying}
             beyond = self._excess[memo] = excess(own, program, sizes)
         during = self.live + beyond
-        made = self._made.get(id(program))
-        if made is None:
-            made = self._made[id(program)] = _outputs(own, program)
-        for place, given, root, nbytes in made:
+        outputs = self._outputs.get(id(program))
+        if outputs is None:
+            outputs = self._outputs[id(program)] = _outputs(own, program)
+        for place, source, root, nbytes in outputs:
             key = writes[place]
-            if given is None:
+            if source is None:
                 self.begin(key, (key[0][0], key[1], root), nbytes)
-            else:
-                source = self.behind.get(key if given < 0 else reads[given])
-                if source is not None:
-                    self.share(key, source)
+            elif (storage := self.behind.get(key if source < 0 else reads[source])) is not None:
+                self.share(key, storage)
         return during
 
     def _dying(self, reads: Sequence[Key], ends: Sequence[int]) -> tuple[int, ...]:
-        """The places of reads whose memory nobody else uses."""
-        found = [(place, storage) for place in ends if (storage := self.behind.get(reads[place])) is not None]
-        if all(storage.users == 1 for _, storage in found):
-            return tuple([place for place, _ in found])
-        count: dict[Hashable, int] = {}
-        for _, storage in found:
-            count[storage.root] = count.get(storage.root, 0) + 1
-        return tuple([place for place, storage in found if count[storage.root] == storage.users])
+        """The places of reads whose memory nothing else uses."""
+        ending = [(place, storage) for place in ends if (storage := self.behind.get(reads[place])) is not None]
+        if all(storage.users == 1 for _, storage in ending):
+            return tuple([place for place, _ in ending])
+        count = Counter(storage.root for _, storage in ending)
+        return tuple([place for place, storage in ending if count[storage.root] == storage.users])
 
     def other(self, step: Step) -> int:
         """Bytes of a step that runs no program."""
         if step.share is not None:
             self._of_copies(step)
         elif self.wired and step.kind == "RECV":
-            self.begin(_buffer(step), _buffer(step), sum(spec.bytes for spec in step.avals))
+            self.begin(_buffer(step), _buffer(step), sum(map(_bytes, step.avals)))
         elif self.wired and step.kind == "SEND":
             sends = self.leaving.setdefault(step.peer, [])
             sent: list[Hashable] = [(key, step.peer) for key in step.reads]
@@ -138,18 +135,16 @@ class Ledger:
         elif step.kind == "WAIT" or step.kind == "ZERO":
             if self.wired and step.kind == "WAIT":
                 self.end(_buffer(step))
-            for key, made in zip(step.writes, step.avals, strict=True):
-                self.begin(key, key, made.nbytes if isinstance(made, Aval) else made.bytes)
+            for key, aval in zip(step.writes, step.avals, strict=True):
+                self.begin(key, key, _bytes(aval))
         elif step.kind == "ADD":
-            sums = step.avals or (None,) * len(step.writes)
-            for key, value, how, made in zip(step.writes, step.reads, step.how, sums, strict=True):
+            sums = step.avals or [None] * len(step.writes)
+            for key, value, how, aval in zip(step.writes, step.reads, step.how, sums, strict=True):
                 storage = self.behind.get(value)
-                if how == "add" or storage is None:
-                    continue
-                if how == "take":
+                if how == "take" and storage is not None:
                     self.share(key, storage)
-                else:
-                    self.begin(key, key, made.nbytes if isinstance(made, Aval) else storage.nbytes)
+                elif how == "copy" and storage is not None:
+                    self.begin(key, key, storage.nbytes if aval is None else _bytes(aval))
         elif step.kind == "SUM":
             storage = self.behind.get(step.reads[0])
             for key in step.writes:
@@ -158,7 +153,7 @@ class Ledger:
         return self.live
 
     def _of_copies(self, step: Step) -> None:
-        """What copies of the pipeline do together: memory for it while it is under way, then for what it gives."""
+        """Collectives of the copies: their memory while they are under way, then that of their results."""
         assert step.share is not None
         memory = ("of all copies", step.number)
         if step.kind != "WAIT":
@@ -173,29 +168,30 @@ class Ledger:
         self.end(memory)
 
 
+def _bytes(aval: Aval | Spec) -> int:
+    return aval.nbytes if isinstance(aval, Aval) else aval.bytes
+
+
 def _buffer(step: Step) -> Hashable:
-    """The memory into which a message comes."""
+    """The key of the memory into which a message is received."""
     return ("received", step.peer, step.number)
 
 
-def _outputs(own: Programs, program: Program) -> tuple[_Made, ...]:
-    """The outputs of a program that lie in memory, and where that comes from."""
+def _outputs(own: Programs, program: Program) -> tuple[_Output, ...]:
+    """The outputs of a program that are in memory."""
     places = {name: place for place, name in enumerate(program.inputs)}
-    found = []
-    for place, name in enumerate(program.outputs):
-        held = own.memory.get(name)
-        if held is not None:
-            given = places.get(held.root, -1) if held.given else None
-            found.append(_Made(place, given, held.root, held.nbytes))
-    return tuple(found)
+    return tuple(
+        _Output(place, places.get(held.root, -1) if held.given else None, held.root, held.nbytes)
+        for place, name in enumerate(program.outputs)
+        if (held := own.memory.get(name)) is not None
+    )
 
 
 _EXCESS: WeakKeyDictionary[Program, dict[frozenset[str], int]] = WeakKeyDictionary()
 
 
 def excess(own: Programs, program: Program, dropped: dict[str, int]) -> int:
-    """The most bytes that a program holds beyond what it found, where it may free the inputs ``dropped``, with their
-    sizes."""
+    """The most bytes that a program holds beyond those held before it; it may free the inputs ``dropped``, by size."""
     memo = _EXCESS.setdefault(program, {})
     names = frozenset(dropped)
     if names not in memo:
@@ -204,7 +200,7 @@ def excess(own: Programs, program: Program, dropped: dict[str, int]) -> int:
 
 
 def _items(node: fx.Node, made: set[str]) -> tuple[list[str], int]:
-    """The values that an operation of several results makes at once, and the bytes of those that nobody asks for."""
+    """The results of an operation that returns several, and the bytes of those that nothing uses."""
     results = node.meta.get("val")
     if not isinstance(results, (tuple, list)):
         return [], 0

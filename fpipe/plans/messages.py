@@ -18,24 +18,24 @@ from ..schedules.dependencies import RULE
 from ..schedules.simulation import simulate_rows
 from ..tree import Spec
 from .keys import Key
-from .plan import LoweringInput, ProgramSet, Step, spec_of
+from .plan import LoweringInput, Step
 from .value_graph import Out
 
-#: op -> the facts that it computes and that other ranks may wait for.
-_TRAVELS = {op: tuple(kind for kind in made if kind != "W") for op, (made, _) in RULE.items()}
-#: Where all ranks follow one order, sends that may be under way to one rank.
-_BEHIND = 2
+#: op -> the facts that it provides to other ranks.
+_SENT = {op: tuple(fact for fact in provided if fact != "W") for op, (provided, _) in RULE.items()}
+#: Where all ranks follow one order: the sends to one rank that may be under way.
+_UNDER_WAY = 2
 
 
 class Channel:
-    """Messages from one rank, in the order of arrival: their keys, their specs and the actions that compute them."""
+    """Messages from one rank in their order: keys, specs, the action that sends each and its place."""
 
     def __init__(self, src: int):
         self.src = src
         self.messages: list[tuple[tuple[Key, ...], tuple[Spec, ...]]] = []
-        self.made: list[int] = []  # the place in the sender's row
-        self.actions: list[Action] = []  # and what makes it
-        self.posted = self.had = 0
+        self.places: list[int] = []  # in the sender's row
+        self.actions: list[Action] = []
+        self.posted = self.received = 0
         self.fence = -1  # messages of the first phase; -1: no phases
 
     @property
@@ -45,49 +45,44 @@ class Channel:
 
 
 class Messages:
-    """Emits RECV, WAIT, SEND and SETTLE steps into ``out``, and knows in ``here`` which values the rank has."""
+    """Emits RECV, WAIT, SEND and SETTLE steps into ``out``; ``here`` are the values that the rank has."""
 
     def __init__(self, job: LoweringInput, rank: int, out: list[Step], here: set[Key]):
         self.job, self.rank, self.out, self.here = job, rank, out, here
         self.placement = job.schedule.placement
         self.coming: dict[Key, tuple[Channel, int]] = {}
         self.under_way: dict[int, deque[int]] = {}
-        self._dests: dict[tuple[int, str, int, int], list[tuple[int, list[Out]]]] = {}
-        self._specs: dict[Out, Spec] = {}
+        self._routes: dict[tuple[int, str, int, int], list[tuple[int, list[Out]]]] = {}
         self._places: dict[int, dict[tuple[int, int], int]] = {}
         self.channels = self._incoming()
         self.place = 0
-        # Without backwards no messages return that would prove an arrival; one order of all ranks proves it instead.
+        # Forwards alone receive nothing that shows which sends have arrived: there, too, ranks follow one order.
         self.ordered = job.strict or (job.wired and not job.training)
         if self.ordered:
             self._follow()
 
-    # ---- who sends what to whom ---------------------------------------------------------------------------------
-    def kind(self, mb: int) -> ProgramSet:
-        """The kind of a microbatch."""
-        return self.job.kinds[self.job.kind_of[mb]]
-
+    # ---- routes -------------------------------------------------------------------------------------------------
     def outgoing(self, stage: int, fact: str, mb: int) -> list[tuple[int, list[Out]]]:
-        """Which values are sent to which other ranks once a fact of a stage is computed."""
+        """The values that a fact of a stage sends, by receiving rank."""
         memo = (stage, fact, self.job.kind_of[mb], self.placement.path_index(mb))
-        found = self._dests.get(memo)
-        if found is None:
+        routes = self._routes.get(memo)
+        if routes is None:
             path = self.placement.path(mb)
             by_rank: dict[int, list[Out]] = {}
             last = len(path) - 1
             home = path[min(stage, last)]
-            for out in self.kind(mb).graph.users(stage, fact):
+            for out in self.job.kind(mb).graph.users[fact, stage]:
                 for rank in dict.fromkeys(path[min(max(s, 0), last)] for s in out.readers):
                     if rank != home:
                         by_rank.setdefault(rank, []).append(out)
-            found = self._dests[memo] = list(by_rank.items())
-        return found
+            routes = self._routes[memo] = list(by_rank.items())
+        return routes
 
     def _incoming(self) -> list[Channel]:
-        """The channels to this rank, from the rows of the other ranks."""
+        """The messages that other ranks send here, from their rows."""
         job, sources = self.job, set()
-        for mb in dict.fromkeys(self._first_of_kinds()):
-            path = self.placement.path(mb)
+        kinds = {(job.kind_of[mb], self.placement.path(mb)): mb for mb in range(job.schedule.microbatches)}
+        for (_, path), mb in kinds.items():
             for stage in range(job.stages + 1):
                 for fact in ("F" if stage < job.stages else "") + ("I" if job.training else ""):
                     if any(rank == self.rank for rank, _ in self.outgoing(stage, fact, mb)):
@@ -98,21 +93,12 @@ class Messages:
             for action, place, _ in _places(job, src):
                 if job.phased and action.op != "F" and channel.fence < 0:
                     channel.fence = len(channel.messages)
-                for fact in _TRAVELS[action.op]:
+                for fact in _SENT[action.op]:
                     if fact == "I" and action.stage == job.stages - 1:
                         self._expect(channel, place, action, action.stage + 1, "I")
                     self._expect(channel, place, action, action.stage, fact)
             channels.append(channel)
         return channels
-
-    def _first_of_kinds(self) -> Iterator[int]:
-        """One microbatch for every pair of kind and path."""
-        seen = set()
-        for mb in range(self.job.schedule.microbatches):
-            pair = (self.job.kind_of[mb], self.placement.path(mb))
-            if pair not in seen:
-                seen.add(pair)
-                yield mb
 
     def _expect(self, channel: Channel, place: int, action: Action, stage: int, fact: str) -> None:
         for rank, outs in self.outgoing(stage, fact, action.microbatch):
@@ -120,26 +106,19 @@ class Messages:
                 keys = tuple([(o.source, action.microbatch) for o in outs])
                 for key in keys:
                     self.coming[key] = (channel, len(channel.messages))
-                channel.messages.append((keys, tuple(map(self.spec, outs))))
-                channel.made.append(place)
+                channel.messages.append((keys, tuple([out.spec for out in outs])))
+                channel.places.append(place)
                 channel.actions.append(action)
-
-    def spec(self, out: Out) -> Spec:
-        """The layout of a value in a message."""
-        found = self._specs.get(out)
-        if found is None:
-            found = self._specs[out] = spec_of(out.aval)
-        return found
 
     # ---- steps --------------------------------------------------------------------------------------------------
     def begin(self) -> None:
         """Post the first receives of a phase."""
         if not self.job.strict:
             for channel in self.channels:
-                self._post(channel, channel.had + self.job.ahead)
+                self._post(channel, channel.received + self.job.ahead)
 
     def before(self, place: int) -> None:
-        """If one order is followed, post receives of all messages sent before the action at ``place`` starts."""
+        """Where one order is followed, post what others send before the action at ``place`` of this row starts."""
         self.place = place
         if self.ordered:
             self._post_until((self._times[place][0], self.placement.ranks))
@@ -150,29 +129,29 @@ class Messages:
             self._post(self._by_rank[src], number + 1)
 
     def _follow(self) -> None:
-        """Lay out one order of all ranks.
+        """Compute one order of the messages of all ranks.
 
-        It is the simulator's order at unit cost: a message is placed at the end of the action that computes it, and
-        messages of one moment are ordered by sender. Every rank posts and sends in this order, so the first event that
-        has not happened can always happen, and there is no deadlock.
+        It is the simulator's at unit cost: a message is at the end of the action that sends it, messages of one moment
+        are ordered by sender. Every rank posts and sends in this order, so its first event that is not over can always
+        happen: there is no deadlock.
         """
         schedule = self.job.schedule
         rows = tuple(tuple(plain(row)) for row in schedule)
         line = simulate_rows(rows, schedule.placement, schedule.microbatches, Costs())
         self._by_rank = {channel.src: channel for channel in self.channels}
         ends = {src: {s.position: s.end for s in line.of_rank(src)} for src in self._by_rank}
-        events = ((ends[c.src][place], c.src, n) for c in self.channels for n, place in enumerate(c.made))
+        events = ((ends[c.src][place], c.src, n) for c in self.channels for n, place in enumerate(c.places))
         self._events = deque(sorted(events))
         self._times = {span.position: (span.start, span.end) for span in line.of_rank(self.rank)}
 
     def drain(self) -> None:
-        """Wait for every message of this phase."""
+        """Wait for every message of the phase."""
         for channel in self.channels:
-            while channel.had < channel.end:
-                self.fetch(channel.messages[channel.had][0][0])
+            while channel.received < channel.end:
+                self.fetch(channel.messages[channel.received][0][0])
 
     def next_phase(self) -> None:
-        """Wait for all messages of the first phase, then continue with those of the second."""
+        """Wait for every message of the forward phase; later receives belong to the backward phase."""
         self.drain()
         self.under_way.clear()
         for channel in self.channels:
@@ -185,42 +164,41 @@ class Messages:
             channel.posted += 1
 
     def fetch(self, key: Key) -> None:
-        """Wait for the message that contains a value, and for those before it."""
-        found = self.coming.get(key)
-        if found is None:
+        """Wait for the message that holds a value, and for those before it."""
+        if key not in self.coming:
             return
-        channel, number = found
-        while channel.had <= number:
-            self._post(channel, channel.had + 1 + (0 if self.job.strict else self.job.ahead))
-            keys, specs = channel.messages[channel.had]
-            made = channel.actions[channel.had]
-            self.out.append(Step("WAIT", made, writes=keys, peer=channel.src, number=channel.had, avals=specs))
+        channel, number = self.coming[key]
+        while channel.received <= number:
+            self._post(channel, channel.received + 1 + (0 if self.job.strict else self.job.ahead))
+            keys, specs = channel.messages[channel.received]
+            action = channel.actions[channel.received]
+            self.out.append(Step("WAIT", action, writes=keys, peer=channel.src, number=channel.received, avals=specs))
             self.here.update(keys)
-            channel.had += 1
+            channel.received += 1
             if self.job.wired:
-                self._settle(channel.src, channel.made[channel.had - 1])
+                self._settle(channel.src, channel.places[channel.received - 1])
 
     def send(self, action: Action, stage: int, fact: str) -> None:
-        """Send the values of a fact of a stage to the ranks that read them."""
-        going = self.outgoing(stage, fact, action.microbatch)
-        if going and self.ordered:
+        """Send the values of a fact of a stage to other ranks."""
+        routes = self.outgoing(stage, fact, action.microbatch)
+        if routes and self.ordered:
             self._post_until((self._times[self.place][1], self.rank))
-        for rank, outs in going:
+        for rank, outs in routes:
             keys = tuple([(o.source, action.microbatch) for o in outs])
-            specs = tuple(map(self.spec, outs))
+            specs = tuple([out.spec for out in outs])
             self.out.append(Step("SEND", action, reads=keys, peer=rank, avals=specs))
             if self.job.wired:
                 needed = max(self._reads_at(rank, s, fact, action.microbatch) for out in outs for s in out.readers)
                 waiting = self.under_way.setdefault(rank, deque())
                 waiting.append(needed)
-                if self.ordered and len(waiting) > _BEHIND:
-                    # In the common order the older message comes before this one, so its receiver posts the receive
-                    # without waiting for anything that this rank does later.
+                if self.ordered and len(waiting) > _UNDER_WAY:
+                    # In the common order the older message comes before this one, so its receiver posts its receive
+                    # without needing anything that this rank sends later.
                     waiting.popleft()
                     self.out.append(Step("SETTLE", peer=rank, number=1))
 
     def _reads_at(self, rank: int, stage: int, fact: str, mb: int) -> int:
-        """The place in a rank's row by which a stage has read its inputs of a microbatch; -1 if the row has none."""
+        """The place in a rank's row where a stage has read all its values of a microbatch; -1 if it has none."""
         places = self._places.get(rank)
         if places is None:
             places = self._places[rank] = {}
@@ -229,11 +207,11 @@ class Messages:
                     places[action.stage, action.microbatch] = place  # the backward, where there is one, comes last
         return places.get((min(max(stage, 0), self.job.stages - 1), mb), -1)
 
-    def _settle(self, peer: int, made: int) -> None:
-        """Settle sends: a message of a peer proves that what the peer read before computing it has arrived."""
+    def _settle(self, peer: int, place: int) -> None:
+        """A message from a place in a peer's row shows that whatever is read before that place has arrived there."""
         waiting = self.under_way.get(peer)
         count = 0
-        while waiting and waiting[0] <= made:
+        while waiting and waiting[0] <= place:
             waiting.popleft()
             count += 1
         if count:
@@ -241,8 +219,10 @@ class Messages:
 
 
 def _places(job: LoweringInput, rank: int) -> Iterator[tuple[Action, int, int]]:
-    """The actions of a row, each with two places: the first at which its message may be computed, and the last at which
-    it reads its inputs. Both are the place of the action or, in a woven action, the first and the last of its parts."""
+    """The actions of a row, each with the first place at which it may send, and the last at which it may read.
+
+    Both are its own place, or the first and the last of the parts that it is woven with.
+    """
     place = 0
     woven = job.overlap.how != "sequential" and not job.strict
     for action in job.schedule[rank]:

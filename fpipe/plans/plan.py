@@ -8,9 +8,9 @@ This module knows programs and ranks, and neither tensors nor backends.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -18,7 +18,7 @@ from ..programs.program import Program
 from ..programs.stage_programs import Programs
 from ..schedule import Schedule
 from ..schedules.actions import Action, Row
-from ..tree import Aval, Spec, arriving
+from ..tree import Aval, Spec
 from .keys import Key, Source, Value
 from .sharding import Copies, Layout, Share
 from .value_graph import ValueGraph
@@ -33,12 +33,12 @@ class Instruction:
     """One step of a plan.
 
     F B I W   run ``program`` on the slots ``reads``, results into ``writes`` (-1: not wanted)
-    RECV      ask for message ``number`` of rank ``peer``            WAIT   have it, in ``writes``
-    SEND      hand ``reads`` to rank ``peer``                        ZERO   zeros of ``specs`` into ``writes``
+    RECV      post the receive of message ``number`` of ``peer``     WAIT   wait for it, into ``writes``
+    SEND      send ``reads`` to rank ``peer``                        ZERO   zeros of ``specs`` into ``writes``
     ADD       add ``reads`` to the gradients ``writes``, by ``how``  SUM    ``reads``, in order, summed into ``writes``
-    SETTLE    let go of ``number`` sends to rank ``peer``, which what arrived shows to have been received
-    REDUCE    begin to add up the gradients ``reads`` of a stage over the copies of the pipeline (``share`` says which)
-    UNSHARD   begin to gather a stage's parameters from parts        RESHARD   let go of them
+    SETTLE    release ``number`` sends to rank ``peer``: a message of that rank shows that it has received them
+    REDUCE    start to reduce the gradients ``reads`` of a stage over the copies of the pipeline (see ``share``)
+    UNSHARD   start to gather a stage's sharded parameters           RESHARD   free them
     EACH      pass a microbatch's outputs ``reads`` to the caller's function
     LOSS      send the loss, whose parts ``reads`` are all computed, to the other ranks
 
@@ -80,7 +80,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class ProgramSet:
-    """The programs of one kind of microbatch: those of the stages that live on a rank, the loss's, and the wires."""
+    """The programs of one kind of microbatch: those of the stages of a rank, the loss's, and the value graph."""
 
     graph: ValueGraph
     programs: Mapping[int, Programs]
@@ -103,11 +103,11 @@ class Scalar(NamedTuple):
 
 @dataclass(frozen=True)
 class LoweringInput:
-    """What is to be lowered: a schedule with programs for it.
+    """The input of lowering: a schedule with programs for it.
 
-    ``kinds[kind_of[m]]`` describes microbatch ``m``. ``training`` asks for gradients; without it the schedule holds
+    ``kinds[kind_of[m]]`` describes microbatch ``m``. ``training`` requests gradients; without it the schedule holds
     forwards alone. ``tied`` groups gradient leaves ``(stage, index)`` that are one parameter; ``grad_specs`` describes
-    the gradients that travel, of replicated stages and ties. ``wide`` accumulates in another dtype.
+    the gradients that are sent, of replicated stages and ties. ``wide`` accumulates in another dtype.
     """
 
     schedule: Schedule
@@ -119,11 +119,11 @@ class LoweringInput:
     wide: torch.dtype | None = None
     wants_dx: bool = False
     phased: bool = False  # all forwards first, with nothing under way between the phases
-    wired: bool = False  # some ranks live in other processes
-    strict: bool = False  # a send blocks until it is asked for, and receives are posted exactly where the plan says
+    wired: bool = False  # some ranks are in other processes
+    strict: bool = False  # a send blocks until it is received, and receives are posted exactly where the plan has them
     ahead: int = 2
     overlap: Overlap = field(default_factory=Overlap)
-    each: bool = False  # outputs go to the caller's function as they are made, and are not kept
+    each: bool = False  # outputs are passed to the caller's function once computed, and not kept
     copies: Copies | None = None  # of the whole pipeline, on other data
     layouts: Mapping[int, Layout] = field(default_factory=dict)  # by stage, where there are copies
     early_loss: bool = False  # a rank that computes the whole loss sends it as soon as it can
@@ -162,7 +162,7 @@ class LoweringInput:
 class Plan:
     """What one rank runs.
 
-    ``feeds`` says which slot takes which value before the start, ``results`` in which slot a value stands at the end.
+    ``feeds`` maps values to the slots that hold them before the start, ``results`` to those that hold them at the end.
     ``split`` is the first instruction after the last forward (for ``vjp``). ``peak`` is the most bytes held at once,
     parameters and the caller's batch aside.
     """
@@ -176,20 +176,19 @@ class Plan:
     peak: int
     curve: tuple[int, ...] = ()
     weaves: Mapping[str, Weave] = field(default_factory=dict)  # by fused action
-    row: Row = ()  # the actions that it carries out, those included that need no instruction
+    row: Row = ()  # the actions of the rank, those included that need no instruction
 
     def __str__(self) -> str:
         head = f"rank {self.rank}: {len(self.instructions)} instructions, {self.slots} slots, peak {self.peak:,} bytes"
         lines = [head, *(f"  {i:4d}  {ins}" for i, ins in enumerate(self.instructions))]
-        for made in {id(w): w for w in self.weaves.values()}.values():
-            others = sum(w is made for w in self.weaves.values()) - 1
-            lines += ["", str(made), *([f"  and {others} more fused actions like it"] if others else [])]
+        for weave in {id(w): w for w in self.weaves.values()}.values():
+            others = sum(w is weave for w in self.weaves.values()) - 1
+            lines += ["", str(weave), *([f"  and {others} more fused actions like it"] if others else [])]
         return "\n".join(lines)
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """An instruction before slots are given out: the same, over keys."""
+class Step(NamedTuple):
+    """An instruction before slots are assigned: the same, over keys."""
 
     kind: Kind
     action: Action | None = None
@@ -199,24 +198,6 @@ class Step:
     owner: Programs | None = None
     peer: int = -1
     number: int = -1
-    avals: tuple[Any, ...] = ()
+    avals: tuple[Aval | Spec, ...] = ()
     how: tuple[str, ...] = ()
     share: Share | None = None
-
-
-def spec_of(aval: Aval) -> Spec:
-    """How a value travels."""
-    return Spec(aval.shape, arriving(aval.shape, aval.stride), aval.dtype)
-
-
-__all__ = [
-    "Aval",
-    "Instruction",
-    "LoweringInput",
-    "Plan",
-    "ProgramSet",
-    "Sequence",
-    "Share",
-    "Step",
-    "spec_of",
-]  # fmt: skip

@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where values come from and where they go: the graph that stages make of each other's outputs.
+"""The value graph: which stage computes each value that crosses stages, and which stages read it.
 
 An ``Interface`` is what other ranks must know of a stage: its outputs and input gradients, and which of them are only
-passed on. A leaf that a stage passes on unchanged is not relayed: it goes from the rank that computes it to those that
-use it, and its gradient goes from user to user. This module knows names, and no rank, tensor or action order.
+passed on. A leaf that a stage passes on unchanged is not relayed: the rank that computes it sends it to those that use
+it, and its gradient is sent from user to user. This module knows names, and no rank, tensor or action order.
 
-As readers of values, stage -1 is the caller, who wants the gradient of x, and stage S, one past the last, is the loss
-or, without one, the caller, who wants the outputs.
+As readers of values, stage -1 is the caller, who receives the gradient of x, and stage S, one past the last, is the
+loss or, without one, the caller, who receives the outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
 
 from ..programs.stage_programs import Programs
-from ..tree import AbstractTree, Aval
+from ..tree import AbstractTree, Aval, Spec, arriving
 from .keys import (
     BatchLeaf,
     Grad,
@@ -32,6 +33,14 @@ from .keys import (
     inputs,
 )
 
+#: How a leaf leaves a stage: computed, by name and aval; passed on, by the index of the input; or not at all.
+Leaf: TypeAlias = tuple[str, Aval] | int | None
+
+
+def spec_of(aval: Aval) -> Spec:
+    """The spec of a value in a message."""
+    return Spec(aval.shape, arriving(aval.shape, aval.stride), aval.dtype)
+
 
 @dataclass(frozen=True)
 class Interface:
@@ -44,8 +53,8 @@ class Interface:
     """
 
     y: AbstractTree
-    ys: tuple[tuple[str, Aval] | int | None, ...]
-    dxs: tuple[tuple[str, Aval] | int | None, ...]
+    ys: tuple[Leaf, ...]
+    dxs: tuple[Leaf, ...]
     takes_x: tuple[bool, ...]
     takes_dy: tuple[bool, ...]
     aux: Aval | None = None
@@ -59,14 +68,14 @@ class Interface:
         read |= {name for name in programs.dps if name is not None}
         x_index = {name: i for name, (role, i) in inputs(programs).items() if role == "x"}
         dy_index = {name: j for j, name in enumerate(programs.dys) if name is not None}
-        ys: list[tuple[str, Aval] | int | None] = []
-        for name, aval in zip(programs.ys, programs.outputs.y.tensors, strict=True):
-            ys.append(None if name is None or aval is None else x_index.get(name, (name, aval)))
-        dxs: list[tuple[str, Aval] | int | None] = []
-        for name in programs.dxs:
-            dxs.append(
-                None if name is None else dy_index[name] if name in dy_index else (name, programs.grad_avals[name])
-            )
+        ys: Iterator[Leaf] = (
+            None if name is None or aval is None else x_index.get(name, (name, aval))
+            for name, aval in zip(programs.ys, programs.outputs.y.tensors, strict=True)
+        )
+        dxs: Iterator[Leaf] = (
+            None if name is None else dy_index[name] if name in dy_index else (name, programs.grad_avals[name])
+            for name in programs.dxs
+        )
         takes_x = tuple(name in read or name in programs.saved for name in x_index)
         takes_dy = tuple(name is not None and name in read for name in programs.dys)
         outputs = programs.outputs
@@ -74,10 +83,10 @@ class Interface:
 
 
 class Out(NamedTuple):
-    """A value that a stage gives to others, its aval, and the stages that read it."""
+    """A value that a stage sends to others, its spec, and the stages that read it."""
 
     source: Source
-    aval: Aval
+    spec: Spec
     readers: tuple[int, ...]
 
 
@@ -89,11 +98,10 @@ class ValueGraph:
     """
 
     interfaces: tuple[Interface, ...]
-    sink_dxs: tuple[tuple[str, Aval] | int | None, ...]  # cotangents of the last outputs, as the loss names them
+    sink_dxs: tuple[Leaf, ...]  # cotangents of the last outputs, as the loss names them
     sink_takes: tuple[bool, ...]
     batch: tuple[Aval | None, ...]  # of the leaves of x
     has_loss: bool = True  # without one the caller passes the cotangents of the last outputs
-    _outs: dict[tuple[str, int], tuple[Out, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def stages(self) -> int:
@@ -136,11 +144,11 @@ class ValueGraph:
 
     def input_gradients(self) -> tuple[Source, ...]:
         """The sources of the gradients of x that are not zero."""
-        found = (self.cotangent(-1, i) for i in range(len(self.interfaces[0].dxs)))
-        return tuple(source for source in found if source is not None)
+        sources = (self.cotangent(-1, i) for i in range(len(self.interfaces[0].dxs)))
+        return tuple(source for source in sources if source is not None)
 
     def source(self, programs: Programs, stage: int, name: str) -> Source:
-        """What a stage's programs mean by a name; stage S is the loss."""
+        """The source of a value by its name in a stage's programs; stage S is the loss."""
         role, leaf = inputs(programs).get(name, ("computed", 0))
         if role == "computed":
             return Value(stage, name)
@@ -154,29 +162,24 @@ class ValueGraph:
         return {"param": Param, "side": Side, "state": State, "grad": Grad}[role](stage, leaf)
 
     # ---- messages -----------------------------------------------------------------------------------------------
-    def users(self, stage: int, fact: str) -> tuple[Out, ...]:
-        """The values that leave ``stage`` after F ("F") or after I or B ("I").
+    @cached_property
+    def users(self) -> Mapping[tuple[str, int], tuple[Out, ...]]:
+        """The values that leave a stage after F ("F") or after I or B ("I"), by (fact, stage).
 
         Leaves of the batch leave with F of stage 0.
         """
-        cached = self._outs.get((fact, stage))
-        if cached is None:
-            merged: dict[Source, Out] = {}
-            for out in self._forward(stage) if fact == "F" else self._backward(stage):
-                old = merged.get(out.source)
-                merged[out.source] = out if old is None else out._replace(readers=old.readers + out.readers)
-            cached = self._outs[fact, stage] = tuple(merged.values())
-        return cached
+        forward = {("F", stage): _merged(self._forward(stage)) for stage in range(self.stages)}
+        return forward | {("I", stage): _merged(self._backward(stage)) for stage in range(self.stages + 1)}
 
     def _forward(self, stage: int) -> Iterator[Out]:
         if stage == 0:
             for i, aval in enumerate(self.batch):
                 readers = tuple(s for s in self._readers(-1, i) if s != 0)
                 if aval is not None and readers:
-                    yield Out(BatchLeaf(i), aval, readers)
+                    yield Out(BatchLeaf(i), spec_of(aval), readers)
         for j, y in enumerate(self.interfaces[stage].ys):
             if isinstance(y, tuple):
-                yield Out(Value(stage, y[0]), y[1], tuple(self._readers(stage, j)))
+                yield Out(Value(stage, y[0]), spec_of(y[1]), tuple(self._readers(stage, j)))
 
     def _readers(self, stage: int, leaf: int) -> Iterator[int]:
         above = stage + 1
@@ -195,7 +198,7 @@ class ValueGraph:
         dxs = self.sink_dxs if stage == self.stages else self.interfaces[stage].dxs
         for i, dx in enumerate(dxs):
             if isinstance(dx, tuple):
-                yield Out(self._gradient(stage, i, dx[0]), dx[1], tuple(self._takers(stage - 1, i)))
+                yield Out(self._gradient(stage, i, dx[0]), spec_of(dx[1]), tuple(self._takers(stage - 1, i)))
 
     def _takers(self, stage: int, leaf: int) -> Iterator[int]:
         if stage < 0:
@@ -207,3 +210,12 @@ class ValueGraph:
         for i, source in enumerate(interface.dxs):
             if isinstance(source, int) and source == leaf:
                 yield from self._takers(stage - 1, i)
+
+
+def _merged(outs: Iterable[Out]) -> tuple[Out, ...]:
+    """Each source once, with all its readers."""
+    merged: dict[Source, Out] = {}
+    for out in outs:
+        known = merged.get(out.source)
+        merged[out.source] = out if known is None else out._replace(readers=known.readers + out.readers)
+    return tuple(merged.values())

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -24,7 +25,7 @@ from .copies import together
 from .registers import Registers
 
 StepFn: TypeAlias = Callable[[Registers], Any]
-#: Looks at an instruction, what its program was given, what it gave, and the random state before it where it draws.
+#: Checks an instruction: its program's inputs and outputs, and the random state before it where it draws.
 Check: TypeAlias = Callable[[Instruction, Sequence[Any], Sequence[Any], torch.Tensor | None], None]
 
 
@@ -47,7 +48,7 @@ class Options:
     first: int = 0  # the number of the first microbatch among those of all copies
 
 
-#: A profiler: given a bound plan, steps of it and the first one's number, it returns steps that tell when they ran.
+#: A profiler: from a bound plan, steps of it and the first one's number to steps that record when they ran.
 WATCH: ContextVar[Callable[[Executable, Sequence[StepFn], int], Sequence[StepFn]] | None] = ContextVar(
     "WATCH", default=None
 )
@@ -75,7 +76,7 @@ def execute(bound: Executable, r: Registers, start: int = 0, stop: int | None = 
                     yield work
                 for slot, tensor in zip(writes, work.wait(), strict=True):
                     slots[slot] = tensor
-                tensor = work = pending = None  # they hold what arrived
+                tensor = work = pending = None  # they refer to received tensors
             index += 1
     except Exception as error:
         if isinstance(error, FpipeError) and (isinstance(error, ActionError) or not isinstance(error, StageError)):
@@ -84,9 +85,9 @@ def execute(bound: Executable, r: Registers, start: int = 0, stop: int | None = 
 
 
 def drive(runs: Mapping[int, Generator[Work, None, None]], describe: Callable[[int], str]) -> None:
-    """Run the ranks that live here until all are done; where several do, in turn."""
+    """Run the ranks of this process, in turn, until all are done."""
     if len(runs) == 1:
-        deque(next(iter(runs.values())), maxlen=0)  # the step that follows waits; what was yielded is not kept
+        deque(next(iter(runs.values())), maxlen=0)  # the step that follows waits; yielded receives are not kept
         return
     waiting: dict[int, Work | None] = dict.fromkeys(runs)
     while waiting:
@@ -101,9 +102,9 @@ def drive(runs: Mapping[int, Generator[Work, None, None]], describe: Callable[[i
             except StopIteration:
                 del waiting[rank]
         if not moved:
-            told = "\n".join(f"  rank {rank}: {describe(rank)}" for rank in waiting)
+            ranks = "\n".join(f"  rank {rank}: {describe(rank)}" for rank in waiting)
             raise DeadlockError(
-                f"every rank waits for another:\n{told}\nschedule.check() finds such a schedule before it runs"
+                f"every rank waits for another:\n{ranks}\nschedule.check() finds such a schedule before it runs"
             )
 
 
@@ -122,7 +123,7 @@ def _bind(ins: Instruction, rank: int, group: Group, options: Options) -> StepFn
     if ins.kind == "WAIT":
         return _wait(ins, rank, group)
     if ins.kind == "SETTLE":
-        return _settle(ins, group)
+        return partial(_settle, group.settle, ins.peer, ins.number)
     if ins.kind == "ADD":
         return _add(ins, options.wide)
     if ins.kind == "EACH":
@@ -144,12 +145,8 @@ def _program(ins: Instruction, options: Options, rank: int, group: Group) -> Ste
     device = options.device
     if options.check is not None:
         run = _checked(run, options.check, ins)
-    if all(slot >= 0 for slot in ins.writes):
-        writes: Sequence[tuple[int, int]] = tuple(enumerate(ins.writes))
-        every = True
-    else:
-        writes, every = tuple((i, slot) for i, slot in enumerate(ins.writes) if slot >= 0), False
-    targets = ins.writes
+    writes, targets = tuple((i, slot) for i, slot in enumerate(ins.writes) if slot >= 0), ins.writes
+    every = len(writes) == len(targets)
     journal, note = group.journal, " ".join(filter(None, [str(ins.action), program.label]))
 
     def step(r: Registers) -> None:
@@ -187,7 +184,7 @@ def _seed(device: torch.device, seed: int, stage: int, mb: int, letter: str) -> 
 
 
 def _stream(device: torch.device, state: torch.Tensor | None = None) -> torch.Tensor:
-    """The device's random stream where it stands; put there first, if a state is given."""
+    """The state of the device's random stream, set to ``state`` first if there is one."""
     module, at = (torch, ()) if device.type == "cpu" else (torch.get_device_module(device), (device,))
     if state is not None:
         module.set_rng_state(state, *at)
@@ -199,9 +196,9 @@ def _checked(run: Callable[[list[Any]], Any], check: Check, ins: Instruction) ->
     random = ins.program.random
 
     def checked(box: list[Any]) -> Any:
-        given, state = list(box), torch.get_rng_state() if random else None
+        args, state = list(box), torch.get_rng_state() if random else None
         out = run(box)
-        check(ins, given, out, state)
+        check(ins, args, out, state)
         return out
 
     return checked
@@ -260,14 +257,8 @@ def _wait(ins: Instruction, rank: int, group: Group) -> StepFn:
     return take
 
 
-def _settle(ins: Instruction, group: Group) -> StepFn:
-    peer, count = ins.peer, ins.number
-    settle = group.settle
-
-    def step(r: Registers) -> None:
-        settle(peer, count)
-
-    return step
+def _settle(settle: Callable[[int, int], object], peer: int, count: int, r: Registers) -> None:
+    settle(peer, count)
 
 
 def _add(ins: Instruction, wide: torch.dtype | None) -> StepFn:

@@ -17,8 +17,8 @@ import torch
 from .. import tree
 from ..errors import MismatchError
 from ..plans.keys import Key, Value, grad, reduced_grad
-from ..plans.plan import LoweringInput, Scalar, spec_of
-from ..plans.value_graph import ValueGraph
+from ..plans.plan import LoweringInput, Scalar
+from ..plans.value_graph import ValueGraph, spec_of
 from ..schedules.actions import plain
 from ..tree import Aval, Spec, Structure, Tree
 from .arguments import Call
