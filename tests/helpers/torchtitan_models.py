@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib.util
 import sys
 import types
@@ -44,6 +45,7 @@ def torchtitan_llama() -> Any:
 
 
 def _loaded() -> Any:
+    vars(builtins).pop("_", None)  # doctests leave their last value there; tyro hashes all values of builtins
     with _stub_triton():
         from torchtitan.config import JobConfig
         from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
