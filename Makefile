@@ -11,7 +11,7 @@ ARGS   ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test golden lint format bench bench-gpu docs clean
+.PHONY: help demo test fuzz golden lint format bench bench-gpu docs clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -41,6 +41,9 @@ demo: $(VENV)/.installed ## train a small GPT through 4 processes, and check its
 
 test: $(VENV)/.installed-dev ## the whole suite; ARGS="-k name" for a part, JOBS=1 for one process
 	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+fuzz: $(VENV)/.installed-dev ## random pipelines against plain autograd; ARGS="--minutes 10", ARGS="--case 7"
+	@$(BIN)/python -m tests.fuzz $(ARGS)
 
 golden: $(VENV)/.installed-dev ## rewrite golden files and the output shown in the docs; then review git diff
 	@$(BIN)/python -m pytest -n $(JOBS) --update-golden tests/whole/test_golden.py tests/whole/test_docs.py $(ARGS)

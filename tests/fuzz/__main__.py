@@ -1,0 +1,62 @@
+"""Run many cases, in several processes, and print those that differ: ``python -m tests.fuzz --minutes 10``."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import click
+import torch
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from .cases import random_case
+from .engine import Outcome, run_case
+
+
+def _quiet() -> None:
+    torch.set_num_threads(1)
+
+
+def _one(seed: int) -> tuple[int, Outcome]:
+    return seed, run_case(seed)
+
+
+def _outcomes(first: int, count: int, seconds: float, jobs: int) -> Iterator[tuple[int, Outcome]]:
+    end = time.monotonic() + seconds
+    with multiprocessing.get_context("spawn").Pool(jobs, _quiet, maxtasksperchild=500) as pool:
+        for found in pool.imap_unordered(_one, range(first, first + count), chunksize=8):
+            yield found
+            if time.monotonic() > end:
+                pool.terminate()
+                return
+
+
+@click.command()
+@click.option("--case", "seed", type=int, help="run one case, and print it")
+@click.option("--first", default=0, show_default=True, help="the first seed")
+@click.option("--cases", default=1_000_000, help="how many at most")
+@click.option("--minutes", default=1.0, show_default=True)
+@click.option("--jobs", default=2, show_default=True)
+@click.option("--refused", is_flag=True, help="print the errors of cases that fpipe refuses")
+def main(seed: int | None, first: int, cases: int, minutes: float, jobs: int, refused: bool) -> None:
+    """Compare random pipelines with plain autograd."""
+    if seed is not None:
+        click.echo(random_case(seed))
+        click.echo(f"{(found := run_case(seed)).kind}: {found.text}")
+        raise SystemExit(found.kind in ("different", "error"))
+    counts: Counter[str] = Counter()
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as progress:
+        task = progress.add_task("starting")
+        for number, found in _outcomes(first, cases, 60 * minutes, jobs):
+            counts[found.kind] += 1
+            if found.kind in ("different", "error") or (refused and found.kind == "refused"):
+                progress.console.print(f"case {number} {found.kind}: {found.text[:300]}", markup=False, soft_wrap=True)
+            progress.update(task, description=", ".join(f"{n} {kind}" for kind, n in counts.most_common()))
+    click.echo(", ".join(f"{n} {kind}" for kind, n in counts.most_common()))
+    raise SystemExit(bool(counts["different"] or counts["error"]))
+
+
+if __name__ == "__main__":
+    main()

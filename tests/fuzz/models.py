@@ -1,0 +1,198 @@
+"""Random stages: straight lines of operations between pytrees of every kind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from .operations import BY_NAME, OPERATIONS, WIDTH
+
+
+class Named(NamedTuple):
+    """A container of the user's, with fields."""
+
+    first: Any
+    rest: Any
+
+
+class Step(NamedTuple):
+    """One operation of a stage: on which working tensors, with which parameters."""
+
+    name: str
+    a: int
+    b: int
+    params: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Body:
+    """What a random stage does: ``outputs`` are working tensors, of which the first ``inputs`` are its input leaves."""
+
+    steps: tuple[Step, ...]
+    inputs: int
+    outputs: tuple[int, ...]
+    container: str
+    shapes: tuple[tuple[int, ...], ...]
+    nested: bool  # parameters in nested containers
+    extras: tuple[Any, ...] = ()  # output leaves that are no tensors
+    counter: bool = False  # an integer tensor passes through
+    aux_loss: bool = False
+    state: bool = False
+    side: bool = False
+
+    @property
+    def random(self) -> bool:
+        """Whether the stage draws random numbers."""
+        return any(BY_NAME[step.name].random for step in self.steps)
+
+    @property
+    def traceable(self) -> bool:
+        """Whether the stage can be traced."""
+        return all(BY_NAME[step.name].traceable for step in self.steps)
+
+    def __str__(self) -> str:
+        lines = [f"{self.inputs} in -> {self.container} of {list(self.outputs)}"]
+        flags = [name for name in ("nested", "counter", "aux_loss", "state", "side") if getattr(self, name)]
+        lines += [f"  {' '.join(flags)} {self.extras or ''}".rstrip()] if flags or self.extras else []
+        lines += [
+            f"  t{self.inputs + n} = {s.name}(t{s.a}, t{s.b}; p{list(s.params)})" for n, s in enumerate(self.steps)
+        ]
+        return "\n".join(lines)
+
+
+def tensors_of(x: Any) -> list[Tensor]:
+    """The floating leaves of a pytree."""
+    return [
+        leaf
+        for leaf in optree.tree_leaves(x, namespace="fpipe")
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    ]
+
+
+def pack(kind: str, leaves: Sequence[Any]) -> Any:
+    """Leaves in a container of a kind."""
+    rest = list(leaves[1:])
+    match kind:
+        case "tuple":
+            return tuple(leaves)
+        case "list":
+            return list(leaves)
+        case "dict":
+            return {f"k{len(leaves) - n}": leaf for n, leaf in enumerate(leaves)}
+        case "named":
+            return Named(leaves[0], rest)
+        case "deep":
+            return {"x": (leaves[0], [None, {"y": rest}]), "none": None}
+        case _:
+            return leaves[0] if len(leaves) == 1 else tuple(leaves)
+
+
+CONTAINERS = ("bare", "tuple", "list", "dict", "named", "deep")
+
+
+def function(body: Body) -> Callable[..., Any]:
+    """The stage function of a body."""
+
+    def run(p: Any, x: Any, scale: Tensor | None) -> tuple[Any, Tensor]:
+        leaves = optree.tree_leaves(x, namespace="fpipe")
+        work = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        flat = optree.tree_leaves(p, namespace="fpipe")
+        if scale is not None:
+            work[0] = work[0] * scale
+        for step in body.steps:
+            operation = BY_NAME[step.name]
+            params = [flat[i].to(work[step.a].dtype) for i in step.params]
+            work.append(operation.apply(work[step.a], work[step.b], params))
+        outputs = [work[place] for place in body.outputs]
+        others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_floating_point()]
+        if body.counter:
+            others = others or [torch.arange(len(work[0]))]
+        return pack(body.container, [*outputs, *others[:1], *body.extras]), work[-1]
+
+    if body.state and body.side:
+
+        def fn(p: Any, state: Any, x: Any, *, scale: Tensor) -> Any:
+            y, last = run(p, x, scale)
+            return (y, {"n": state["n"] + 1, "m": 0.9 * state["m"] + 0.1 * last.detach().mean(0)})
+    elif body.state:
+
+        def fn(p: Any, state: Any, x: Any) -> Any:
+            y, last = run(p, x, None)
+            return (y, {"n": state["n"] + 1, "m": 0.9 * state["m"] + 0.1 * last.detach().mean(0)})
+    elif body.aux_loss and body.side:
+
+        def fn(p: Any, x: Any, *, scale: Tensor) -> Any:
+            y, last = run(p, x, scale)
+            return y, last.square().mean() * 0.1
+    elif body.aux_loss:
+
+        def fn(p: Any, x: Any) -> Any:
+            y, last = run(p, x, None)
+            return y, last.square().mean() * 0.1
+    elif body.side:
+
+        def fn(p: Any, x: Any, *, scale: Tensor) -> Any:
+            return run(p, x, scale)[0]
+    else:
+
+        def fn(p: Any, x: Any) -> Any:
+            return run(p, x, None)[0]
+
+    return fn
+
+
+def parameters(body: Body, generator: torch.Generator, dtype: torch.dtype) -> Any:
+    """The parameters of a body, drawn."""
+    leaves = [torch.randn(shape, generator=generator, dtype=dtype) / WIDTH**0.5 for shape in body.shapes]
+    if body.nested:
+        return {"a": leaves[: len(leaves) // 2], "b": {"c": tuple(leaves[len(leaves) // 2 :])}, "none": None}
+    return leaves
+
+
+@dataclass
+class Shape:
+    """What the generator may use."""
+
+    dropout: bool = False
+    dtype32: bool = True
+    eager: bool = False
+    names: Sequence[str] = field(default_factory=tuple)
+
+
+def random_body(draw: random.Random, inputs: int, limits: Shape) -> Body:
+    """One random stage that takes ``inputs`` floating leaves."""
+    usable = [
+        o
+        for o in OPERATIONS
+        if (limits.dropout or not o.random) and (limits.dtype32 or not o.only32) and (limits.eager or o.traceable)
+    ]
+    steps: list[Step] = []
+    shapes: list[tuple[int, ...]] = []
+    for number in range(draw.choice((0, 1, 1, 2, 2, 3, 4, 6))):
+        operation = draw.choice(usable)
+        places = inputs + number
+        reuse = [i for i in range(len(shapes)) if len(operation.shapes) == 1 and shapes[i] == operation.shapes[0]]
+        if reuse and draw.random() < 0.3:
+            params: tuple[int, ...] = (draw.choice(reuse),)
+        else:
+            params = tuple(range(len(shapes), len(shapes) + len(operation.shapes)))
+            shapes += operation.shapes
+        near = max(0, places - 3)
+        steps.append(Step(operation.name, draw.randrange(near, places), draw.randrange(places), params))
+    if draw.random() < 0.15:
+        shapes.append((2,))  # a parameter that nothing reads
+    total = inputs + len(steps)
+    outputs = [total - 1, *(draw.randrange(total) for _ in range(draw.choice((0, 0, 0, 1, 1, 2))))]
+    draw.shuffle(outputs)
+    extras = draw.choice(((), (), (), (), (3,), ("word", 0.5), (True,)))
+    return Body(
+        tuple(steps), inputs, tuple(outputs), draw.choice(CONTAINERS), tuple(shapes), draw.random() < 0.3, extras,
+        counter=draw.random() < 0.15,
+        aux_loss=draw.random() < 0.12, state=False, side=draw.random() < 0.15,
+    )  # fmt: skip

@@ -1,0 +1,170 @@
+"""Every differentiable operator of torch as a stage, with both engines: ``python -m tests.fuzz.operators``.
+
+The samples are those of torch's own operator tests. The oracle is autograd on the function itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import click
+import optree
+import torch
+from rich.progress import track
+from torch import Tensor
+
+import fpipe
+
+#: operator -> why it differs or is refused; shown in the docs
+EXCEPTIONS: dict[str, str] = {}
+SAMPLES = 3
+
+
+class Found(NamedTuple):
+    """The result of one operator under one engine."""
+
+    name: str
+    engine: str
+    kind: str  # "equal", "close", "refused", "different" or "error"
+    text: str = ""
+
+
+def flat(value: Any) -> list[Any]:
+    """The leaves of a pytree."""
+    return optree.tree_leaves(value, namespace="fpipe")
+
+
+def is_float(leaf: object) -> bool:
+    """Whether a leaf can have a gradient."""
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _stage(op: Callable[..., Any], spec: Any, constants: list[Any]) -> Callable[[Any, Any], Any]:
+    def fn(p: list[Tensor], x: Any) -> Any:
+        rest = iter(p)
+        args, kwargs = optree.tree_unflatten(spec, [next(rest) if c is _TENSOR else c for c in constants])
+        out = op(x, *args, **kwargs)
+        kept = tuple(leaf for leaf in flat(out) if is_float(leaf))
+        return kept or (torch.zeros(()),)
+
+    return fn
+
+
+_TENSOR = object()
+
+
+def _loss(y: Any, _: Any) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for leaf in flat(y):
+        real = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
+        wave = torch.linspace(0.5, 1.5, max(real.numel(), 1), dtype=torch.float64)[: real.numel()].view(real.shape)
+        total = total + (real.double() * wave).sum()
+    return total
+
+
+def _expected(fn: Callable[..., Any], p: list[Tensor], x: Any) -> tuple[Tensor, list[Any]]:
+    live = [leaf.detach().clone().requires_grad_(is_float(leaf)) for leaf in p]
+    leaves, spec = optree.tree_flatten(x, namespace="fpipe")
+    leaves = [
+        leaf.detach().clone().requires_grad_(is_float(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+    ]
+    value = _loss(fn(live, optree.tree_unflatten(spec, leaves)), None)
+    wanted = [leaf for leaf in (*live, *leaves) if is_float(leaf)]
+    if not value.requires_grad:
+        return value, [torch.zeros_like(leaf) for leaf in wanted]
+    found = torch.autograd.grad(value, wanted, allow_unused=True)
+    return value.detach(), [torch.zeros_like(a) if g is None else g for a, g in zip(wanted, found, strict=True)]
+
+
+def _compare(one: Tensor, other: Tensor) -> str:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return f"different {one.dtype}{list(one.shape)} for {other.dtype}{list(other.shape)}"
+    if torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num()):
+        return "equal"
+    return "close" if torch.allclose(one, other, rtol=1e-7, atol=1e-9, equal_nan=True) else "different"
+
+
+def _one(op: Any, sample: Any, engine: str) -> tuple[str, str]:
+    leaves, spec = optree.tree_flatten((sample.args, sample.kwargs), namespace="fpipe")
+    constants = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    p = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    fn = _stage(op.op, spec, constants)
+    torch.manual_seed(0)
+    value, grads = _expected(fn, p, sample.input)
+    pipe = fpipe.pipeline([fn], loss=_loss, microbatches=1, group=fpipe.local(1), engine=engine)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    try:
+        batch = fpipe.Microbatches([sample.input])
+        got, (dp, dx) = fpipe.value_and_grad(pipe, (0, 1))([p], batch, fpipe.Microbatches([torch.zeros(1)]))
+    except fpipe.FpipeError as error:
+        return "refused", f"{type(error).__name__}: {error}"
+    found = [g for g in (*flat(dp[0]), *flat(next(iter(dx)))) if g is not None]
+    kinds = [_compare(got, value)]
+    if len(found) != len(grads):
+        return "different", f"{len(found)} gradients where {len(grads)} are expected"
+    kinds += [_compare(a, b) for a, b in zip(found, grads, strict=True)]
+    worst = next((k for k in kinds if k.startswith("different")), "close" if "close" in kinds else "equal")
+    return worst.split()[0], worst
+
+
+def sweep(index: int) -> list[Found]:
+    """Both engines on the samples of one operator."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    op = op_db[index]
+    results = []
+    torch.set_num_threads(1)
+    for engine in ("trace", "eager"):
+        ranking = {"equal": 0, "close": 1, "refused": 2, "different": 3, "error": 4}
+        worst = ("equal", "")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                samples = [s for s, _ in zip(op.sample_inputs("cpu", torch.float64), range(SAMPLES), strict=False)]
+            except Exception:
+                return []
+            for sample in samples:
+                try:
+                    kind = _one(op, sample, engine)
+                except Exception as error:
+                    kind = ("error", f"{type(error).__name__}: {error}")
+                worst = max(worst, kind, key=lambda k: ranking[k[0]])
+        results.append(Found(op.formatted_name, engine, *worst))
+    return results
+
+
+def indices() -> Iterator[int]:
+    """The operators that are differentiable in float64."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    for index, op in enumerate(op_db):
+        if op.supports_autograd and torch.float64 in op.supported_dtypes("cpu"):
+            yield index
+
+
+@click.command()
+@click.option("--jobs", default=2, show_default=True)
+@click.option("--most", default=10_000, help="how many operators at most")
+def main(jobs: int, most: int) -> None:
+    """Compare every differentiable operator as a stage with autograd."""
+    chosen = list(indices())[:most]
+    counts: Counter[str] = Counter()
+    bad = []
+    with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=50) as pool:
+        for results in track(pool.imap_unordered(sweep, chosen, chunksize=4), total=len(chosen)):
+            for found in results:
+                counts[f"{found.engine} {found.kind}"] += 1
+                if found.kind in ("refused", "different", "error") and found.name not in EXCEPTIONS:
+                    bad.append(found)
+    for found in sorted(bad):
+        click.echo(f"{found.name} ({found.engine}) {found.kind}: {found.text[:240]}")
+    click.echo(", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())))
+    raise SystemExit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()

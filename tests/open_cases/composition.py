@@ -1,0 +1,161 @@
+# ruff: noqa: PT017
+"""Pipelines inside other functions: a transform of torch.func, a stage, a loss, ``each=``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import fpipe
+
+
+def layer(p: Tensor, x: Tensor) -> Tensor:
+    return x + torch.tanh(x @ p)
+
+
+def squared(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
+def parameters(count: int = 2, width: int = 4) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(width, width, generator=generator) / 2 for _ in range(count)]
+
+
+X, Y = torch.linspace(-1, 1, 16).view(4, 4), torch.linspace(1, -1, 16).view(4, 4)
+
+
+def test_a_pipeline_inside_a_stage_is_differentiated_or_refused():
+    """The inner pipeline's parameters reach the stage as its own; their gradients were dropped."""
+    inner = fpipe.pipeline([layer, layer], microbatches=1, group=fpipe.local(2))
+    params = parameters()
+
+    def outer(p: list[Tensor], x: Tensor) -> Tensor:
+        return inner(p, x) * 1.5
+
+    pipe = fpipe.pipeline([outer], loss=squared, microbatches=1, group=fpipe.local(1))
+    try:
+        _, grads = fpipe.value_and_grad(pipe)([params], X, Y)
+    except fpipe.FpipeError as error:
+        assert "inside" in str(error)
+        return
+    live = [p.clone().requires_grad_() for p in params]
+    squared(layer(live[1], layer(live[0], X)) * 1.5, Y).backward()
+    for grad, p in zip(grads[0], live, strict=True):
+        torch.testing.assert_close(grad, p.grad)
+
+
+def test_a_pipeline_inside_a_loss_is_differentiated_or_refused():
+    judge = fpipe.pipeline([layer], microbatches=1, group=fpipe.local(1))
+    params = parameters(2)
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return squared(judge([params[1]], y), target)
+
+    pipe = fpipe.pipeline([layer], loss=loss, microbatches=1, group=fpipe.local(1))
+    try:
+        _, grads = fpipe.value_and_grad(pipe)(params[:1], X, Y)
+    except fpipe.FpipeError as error:
+        assert "inside" in str(error)
+        return
+    live = params[0].clone().requires_grad_()
+    squared(layer(params[1], layer(live, X)), Y).backward()
+    torch.testing.assert_close(grads[0], live.grad)
+
+
+def under_func(pipe: fpipe.Pipeline, params: list[Tensor], **more: object) -> list[Tensor]:
+    """The gradient by torch.func of the pipeline as a function."""
+    return torch.func.grad(lambda p: pipe(p, X, Y, **more))(params)
+
+
+def test_ties_count_inside_torch_func():
+    params = parameters()
+    params[1] = params[0].clone()
+    pipe = fpipe.pipeline([layer, layer], loss=squared, microbatches=2, group=fpipe.local(2), tied=[("0", "1")])
+    _, plain = fpipe.value_and_grad(pipe)(params, X, Y)
+    try:
+        inside = under_func(pipe, params)
+    except fpipe.FpipeError as error:
+        assert "tied" in str(error)
+        return
+    for a, b in zip(inside, plain, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_seeds_count_inside_torch_func():
+    def noisy(p: Tensor, x: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(layer(p, x), 0.5)
+
+    params = parameters()
+    pipe = fpipe.pipeline([noisy, noisy], loss=squared, microbatches=2, group=fpipe.local(2), seed=3)
+    _, plain = fpipe.value_and_grad(pipe)(params, X, Y)
+    try:
+        inside = under_func(pipe, params)
+    except fpipe.FpipeError as error:
+        assert "seed" in str(error)
+        return
+    for a, b in zip(inside, plain, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_accumulate_counts_inside_torch_func():
+    params = [p.bfloat16() for p in parameters()]
+    pipe = fpipe.pipeline([layer, layer], loss=squared, microbatches=4, group=fpipe.local(2), accumulate=torch.float32)
+    x, y = X.bfloat16(), Y.bfloat16()
+    _, plain = fpipe.value_and_grad(pipe)(params, x, y)
+
+    def outer(p: list[Tensor]) -> Tensor:
+        _, grads = fpipe.value_and_grad(pipe)(p, x, y)
+        return sum(g.float().sum() for g in grads)
+
+    try:
+        torch.func.grad(outer)(params)
+        _, grads = torch.func.vmap(lambda _: fpipe.value_and_grad(pipe)(params, x, y), randomness="same")(
+            torch.zeros(1)
+        )
+    except fpipe.FpipeError as error:
+        assert "accumulate" in str(error)
+        return
+    assert [g.dtype for g in grads] == [g.dtype for g in plain]
+
+
+@pytest.mark.parametrize("engine", ["trace", "eager"])
+def test_a_stage_over_a_tensor_of_torch_func_says_what_to_do(engine: str):
+    params = parameters()
+
+    def outer(scale: Tensor) -> Tensor:
+        pipe = fpipe.pipeline(
+            [layer, lambda p, x: layer(p, x) * scale], loss=squared, microbatches=1, group=fpipe.local(2), engine=engine
+        )
+        value, _ = fpipe.value_and_grad(pipe)(params, X, Y)
+        return value
+
+    try:
+        found = torch.func.grad(outer)(torch.tensor(2.0))
+    except fpipe.FpipeError as error:
+        assert "parameter or side input" in str(error)
+        return
+    scale = torch.tensor(2.0, requires_grad=True)
+    squared(layer(params[1], layer(params[0], X)) * scale, Y).backward()
+    torch.testing.assert_close(found, scale.grad)
+
+
+def test_a_pipeline_inside_each_does_not_mix_messages():
+    """The inner call runs on the group whose outer call is not over."""
+    group = fpipe.local(2)
+    params = parameters()
+    outer = fpipe.pipeline([layer, layer], microbatches=4, group=group)
+    inner = fpipe.pipeline([layer, layer], microbatches=2, group=group)
+    alone = inner(params, X)
+
+    def each(number: int, y: Tensor) -> Tensor:
+        return inner(params, X)
+
+    try:
+        results = outer(params, X, each=each)
+    except fpipe.FpipeError as error:
+        assert "in use" in str(error)
+        return
+    for result in results:
+        assert torch.equal(result, alone)
