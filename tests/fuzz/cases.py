@@ -99,7 +99,7 @@ def random_case(seed: int) -> Case:
         bodies = [replace(body, aux_loss=False) for body in bodies]
     frozen = tuple(f"{s}" for s in range(stages) if draw.random() < 0.08 and bodies[s].shapes)
     count = ranks * draw.choice((1, 2, 2, 3)) if draw.random() < 0.8 else draw.randint(1, 7)
-    calls = tuple(_call(draw, has_loss, count) for _ in range(draw.choice((1, 1, 2, 3))))
+    calls = tuple(_random_call(draw, has_loss, count) for _ in range(draw.choice((1, 1, 2, 3))))
     return Case(
         seed, tuple(bodies), name, ranks, tuple(engines), draw.choice(("mean", "some", "aux")) if has_loss else "",
         draw.choice(("mean", "mean", "sum", "weighted")) if has_loss else "mean", frozen, _ties(draw, bodies),
@@ -107,7 +107,7 @@ def random_case(seed: int) -> Case:
     )  # fmt: skip
 
 
-def _call(draw: random.Random, has_loss: bool, count: int) -> Call:
+def _random_call(draw: random.Random, has_loss: bool, count: int) -> Call:
     split = draw.random() < 0.4
     number = draw.choice((count, count, count + 1, 2 * count)) if split else count
     rows = tuple(draw.choice((1, 2, 3)) for _ in range(number)) if split and draw.random() < 0.6 else (2,) * number

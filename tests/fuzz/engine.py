@@ -79,6 +79,7 @@ def _call(case: Case, call: Call, number: int, pipe: Any, stages: list[fpipe.Sta
 
 
 def _compare(case: Case, call: Call, result: Expected, wanted: Expected) -> str:
+    # Cases that draw are compared with another schedule, and LoopedBFS adds gradients in the opposite order.
     ordered = case.schedule != "LoopedBFS" or not any(body.random for body in case.bodies)
     for name in ("value", "aux", "grads", "input_grads"):
         one, other = getattr(result, name), getattr(wanted, name)

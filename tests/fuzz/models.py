@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optree
@@ -155,14 +155,13 @@ def parameters(body: Body, generator: torch.Generator, dtype: torch.dtype) -> An
     return leaves
 
 
-@dataclass
+@dataclass(frozen=True)
 class Shape:
     """What the generator may use."""
 
     dropout: bool = False
     dtype32: bool = True
     eager: bool = False
-    names: Sequence[str] = field(default_factory=tuple)
 
 
 def random_body(draw: random.Random, inputs: int, limits: Shape) -> Body:

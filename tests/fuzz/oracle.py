@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,6 +186,3 @@ def as_rows(params: Sequence[Any], grads: Sequence[Any]) -> list[list[Any]]:
         skeleton = optree.tree_leaves(p, none_is_leaf=True, namespace="fpipe")
         rows.append([found for found, like in zip(none_is_leaf, skeleton, strict=True) if like is not None])
     return rows
-
-
-Named = Mapping[str, Any]
