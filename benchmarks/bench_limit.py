@@ -162,12 +162,12 @@ def rows(
     bare = fpipe.Costs(**programs, comm=statistics.median(told[0][2]), unit="s")
     price = measuring.costs()
     wall = statistics.median(map(max, zip(*(walls for walls, _, _ in told), strict=True)))
-    limit, foretold = profiled.simulate(bare).total, profiled.simulate(price).total
+    limit, predicted = profiled.simulate(bare).total, profiled.simulate(price).total
     total = statistics.median(totals)
     return {
         "schedule": name, "size": size, "ranks": group.size, "limit ms": 1e3 * limit, "step ms": 1e3 * wall,
-        "actions ms": 1e3 * total, "foretold ms": 1e3 * foretold, "step / limit": wall / limit,
-        "foretold / step": foretold / wall, "foretold / actions": foretold / total,
+        "actions ms": 1e3 * total, "predicted ms": 1e3 * predicted, "step / limit": wall / limit,
+        "predicted / step": predicted / wall, "predicted / actions": predicted / total,
         "message us": 1e6 * bare.comm, "costs": json.loads(price.to_json()), "programs": programs,
     }  # fmt: skip
 
@@ -176,7 +176,7 @@ def main() -> None:
     """Print the table."""
     args = asking(__doc__).parse_args()
     found = []
-    print(f"{'':7} {'schedule':22} {'limit ms':>9} {'step ms':>9} {'ratio':>6} {'foretold':>9} {'/ step':>7}"
+    print(f"{'':7} {'schedule':22} {'limit ms':>9} {'step ms':>9} {'ratio':>6} {'predicted':>9} {'/ step':>7}"
           f" {'/ actions':>9}")  # fmt: skip
     for size in args.sizes:
         for name in args.schedules:
@@ -184,7 +184,7 @@ def main() -> None:
             (r,) = row
             found.append(r)
             print(f"{size:7} {name:22} {r['limit ms']:9.2f} {r['step ms']:9.2f} {r['step / limit']:6.2f}"
-                  f" {r['foretold ms']:9.2f} {r['foretold / step']:7.1%} {r['foretold / actions']:9.1%}",
+                  f" {r['predicted ms']:9.2f} {r['predicted / step']:7.1%} {r['predicted / actions']:9.1%}",
                   flush=True)  # fmt: skip
     save(found, args.json)
 

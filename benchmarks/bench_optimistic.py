@@ -90,7 +90,7 @@ class Training:
         self.steps = steps
 
     def gradients(self, params: Any, x: Tensor) -> tuple[Tensor, Any]:
-        """Those of x are asked for as well, so that the first stage has an I as all others have."""
+        """Gradients of x are computed as well, so that the first stage has an I like all others."""
         value, (grads, _) = fpipe.value_and_grad(self.pipe, (0, 1))(params, x)
         return value, grads
 
@@ -142,11 +142,11 @@ def on_a_rank(microbatches: int, steps: int, rounds: int, unit: float) -> list[d
             for way, kept in zip(ways, times, strict=True):
                 took = made.clocked(way)
                 kept.extend([took] if number else [])  # the first round traces
-        foretold = spans(name, group.size, microbatches, steps)
+        predicted = spans(name, group.size, microbatches, steps)
         rows.append({
             "schedule": name, "rounds": rounds,
             "wait ms": 1e3 * statistics.median(times[0]), "guess ms": 1e3 * statistics.median(times[1]),
-            "ratio": ratio(times[1], times[0]), "simulated": foretold[1] / foretold[0],
+            "ratio": ratio(times[1], times[0]), "simulated": predicted[1] / predicted[0],
             "ahead, waiting": made.ahead(made.waiting) / unit, "ahead, guessing": made.ahead(made.guessing) / unit,
         })  # fmt: skip
     return rows
@@ -157,24 +157,24 @@ def main() -> None:
     parser = options(__doc__, ranks=4, microbatches=8, steps=8)
     parser.add_argument("--rounds", type=int, default=7, help="0: in the simulator alone")
     parser.add_argument("--unit", type=float, default=0.005, help="seconds of an action on processes")
-    asked = parser.parse_args()
-    ranks, microbatches, steps = asked.ranks, asked.microbatches, asked.steps
+    args = parser.parse_args()
+    ranks, microbatches, steps = args.ranks, args.microbatches, args.steps
     print(f"{ranks} ranks, {microbatches} microbatches, {steps} steps, in the simulator (units)")
     print("schedule        barrier   guess   ratio")
     for name in SIMULATED:
         waiting, guessing = spans(name, ranks, microbatches, steps)
         print(f"{name:14s}{waiting:9.1f}{guessing:8.1f}{guessing / waiting:8.3f}")
-    if not asked.rounds:
+    if not args.rounds:
         return
-    rows = fpipe.launch(on_a_rank, microbatches, steps, asked.rounds, asked.unit, ranks=ranks)[0]
-    print(f"\non processes, {1e3 * asked.unit:g} ms a unit, medians of {asked.rounds} rounds")
+    rows = fpipe.launch(on_a_rank, microbatches, steps, args.rounds, args.unit, ranks=ranks)[0]
+    print(f"\non processes, {1e3 * args.unit:g} ms a unit, medians of {args.rounds} rounds")
     print("schedule     barrier ms  guess ms   ratio  simulated   rank 0 ahead, waiting and guessing (units)")
     for row in rows:
         print(
             f"{row['schedule']:14s}{row['wait ms']:9.1f}{row['guess ms']:10.1f}{row['ratio']:8.3f}"
             f"{row['simulated']:11.3f}{row['ahead, waiting']:12.2f}{row['ahead, guessing']:8.2f}"
         )
-    save(rows, asked.json)
+    save(rows, args.json)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The cost of an optimizer step: fpipe's transforms and torch's own foreach AdamW, in one process on one thread.
+"""The cost of an optimizer step: fpipe's transforms and torch's foreach AdamW, in one process on one thread.
 
 Both step 200 parameters (100 matrices, each with a vector) in 8 stages; the rounds alternate, and medians are compared.
 
@@ -45,7 +45,7 @@ def stepper(tx: Transform, params: Any, grads: Any, donate: bool) -> Callable[[]
 
 
 def torch_step(params: Any, grads: Any, max_norm: float | None, **how: bool) -> Callable[[], object]:
-    """torch's own step on copies."""
+    """torch's step on copies."""
     own = [torch.nn.Parameter(leaf.clone()) for leaf in flat(params)]
     for leaf, gradient in zip(own, flat(grads), strict=True):
         leaf.grad = gradient.clone()
@@ -85,18 +85,18 @@ def measure(side: int, rounds: int) -> dict[str, tuple[float, float]]:
 
 
 def main() -> None:
-    """Print a table, with ratios to torch's foreach AdamW (for clipping: behind torch's own clipping)."""
+    """Print a table, with ratios to torch's foreach AdamW (for clipping: after torch's clipping)."""
     parser = options(__doc__, rounds=21)
     parser.add_argument("--sides", default="32,128,512")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     torch.manual_seed(0)
     tables = {}
-    for side in map(int, asked.sides.split(",")):
-        tables[side] = measure(side, asked.rounds)
-        print(f"200 parameters, matrices {side} x {side}, {asked.rounds} rounds, torch {torch.__version__}")
+    for side in map(int, args.sides.split(",")):
+        tables[side] = measure(side, args.rounds)
+        print(f"200 parameters, matrices {side} x {side}, {args.rounds} rounds, torch {torch.__version__}")
         for name, (took, times) in tables[side].items():
             print(f"    {name:<22} {took:8.3f} ms  {times:5.2f}")
-    save(tables, asked.json)
+    save(tables, args.json)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Woven against sequential fused actions, with all_to_all inside the stages; torch.distributed.pipelining beside them.
 
-Two processes hold the experts of each other's tokens. A first look finds how many layers an expert needs for
+Two processes hold the experts of each other's tokens. A first run determines how many layers an expert needs for
 communication alone to take ``--share`` of compute alone; then woven, sequential, compute alone, communication alone
-and, with ``--torch``, torch's own DualPipeV take turns. All figures are medians over the rounds; ratios are medians of
+and, with ``--torch``, torch's DualPipeV alternate. All figures are medians over the rounds; ratios are medians of
 the ratios of neighbouring runs.
 
 Between two processes of one small host the cores that compute also move the bytes, and there is little to hide. The
@@ -233,7 +233,7 @@ def main() -> int:
     parser.add_argument("--torch", action="store_true", help="torch.distributed.pipelining's DualPipeV too")
     parser.add_argument("--link", action="store_true", help="this is one of two processes already")
     parser.add_argument("--narrow", metavar="RATE", help="between two network namespaces, such as 200mbit (needs root)")
-    parser.add_argument("--json", help="write what was found into this file too")
+    parser.add_argument("--json", help="write the results into this file too")
     given = parser.parse_args()
     if given.narrow:
         return narrowed(given.narrow)

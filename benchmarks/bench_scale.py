@@ -44,7 +44,7 @@ def programs(fn: Stage, params: Any, x: AbstractTree) -> Programs:
 
 
 class Model:
-    """As many of the same stage as a schedule wants, and a loss."""
+    """The same stage once per stage of a schedule, and a loss."""
 
     def __init__(self) -> None:
         (params,) = make(1, WIDTH, BLOCKS)

@@ -85,7 +85,7 @@ class Peer(nn.Module):
 
 
 class Bytes(TorchDispatchMode):
-    """Counts the bytes of storages made under it that are alive, and their peak."""
+    """Counts the bytes of live storages that were allocated inside the context, and their peak."""
 
     def __init__(self):
         super().__init__()

@@ -95,8 +95,9 @@ def _limit(rows: Rows) -> Iterator[str]:
         bounds = (1.1, 0.9) if r["size"] == "medium" else (float("inf"), 0.0)
         lines.append([
             f"{r['schedule']}, {r['size']}", f"{r['limit ms']:.2f}", f"{r['step ms']:.2f}",
-            _kept(r["step / limit"], most, f"{r['step / limit']:.2f}"), f"{most:.2f}", f"{r['foretold ms']:.2f}",
-            _kept(r["foretold / step"], bounds[0], f"{r['foretold / step']:.1%}", bounds[1]), f"{r['message us']:.0f}",
+            _kept(r["step / limit"], most, f"{r['step / limit']:.2f}"), f"{most:.2f}", f"{r['predicted ms']:.2f}",
+            _kept(r["predicted / step"], bounds[0], f"{r['predicted / step']:.1%}", bounds[1]),
+            f"{r['message us']:.0f}",
         ])  # fmt: skip
     yield from _table(
         ("", "limit ms", "step ms", "ratio", "at most", "forecast ms", "of the step", "message us"), lines

@@ -105,13 +105,14 @@ def main() -> int:
         first = first or losses
         same = losses == first and len(losses) == given.steps
         failed += not same
-        told = (
+        losses = (
             f"{len(losses)} steps, {losses[0].split(' ', 2)[2]} ... {losses[-1].split(' ', 2)[2]}"
             if losses
             else "nothing"
         )
         print(
-            f"{way:10} {time.monotonic() - begin:6.1f} s  {told}  {'the same' if same else 'NOT THE SAME'}", flush=True
+            f"{way:10} {time.monotonic() - begin:6.1f} s  {losses}  {'the same' if same else 'NOT THE SAME'}",
+            flush=True,
         )
     return int(failed > 0)
 

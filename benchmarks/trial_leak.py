@@ -1,7 +1,7 @@
 """Whether steps leak: resident memory, threads and file descriptors of 2 processes, step by step.
 
 python benchmarks/trial_leak.py                      # 2,000 steps; exit code 1 where something grew
-python benchmarks/trial_leak.py --recorder           # with torch's own flight recorder, which fills a ring first
+python benchmarks/trial_leak.py --recorder           # with torch's flight recorder, which first fills a ring
 
 torch keeps a record of its last 2,000 messages (TORCH_FR_BUFFER_SIZE) to analyse hangs; until that ring is
 full it grows by about a kilobyte per message. It is off here, so that growth is fpipe's.

@@ -1,4 +1,4 @@
-"""Tiny decoders in 4 and 8 stages under every schedule: loss and gradients against the unsplit model's own autograd.
+"""Tiny decoders in 4 and 8 stages under every schedule: loss and gradients against autograd on the unsplit model.
 
 python benchmarks/trial_models.py                   # in this process, over 4 processes, and those without shared memory
 python benchmarks/trial_models.py --where sockets --families gpt2 mixtral
@@ -46,27 +46,27 @@ def cases(stages: int, most: int) -> Iterator[Case]:
             yield Case(entry.name, ranks, MICROBATCHES, stages)
 
 
-def worst(told: Sequence[Verdict]) -> Verdict:
-    """Of several pipelines that ran the same, or of one pipeline as told by its ranks."""
-    return next((one for one in told if not one.right), told[0])
+def worst(reports: Sequence[Verdict]) -> Verdict:
+    """Of several pipelines that ran the same, or of one pipeline as reported by its ranks."""
+    return next((one for one in reports if not one.right), reports[0])
 
 
 def rows(way: str, families: Sequence[str], cuts: Sequence[int], group_of: Callable[[int], Any], all_of: Any) -> Row:
     """All cases of one way; the first process prints. ``group_of`` gives the pipeline's group of so many ranks."""
     right = tried = 0
     for family, stages in ((family, stages) for family in families for stages in cuts):
-        begin, told = time.monotonic(), dict[str, Verdict]()
+        begin, reports = time.monotonic(), dict[str, Verdict]()
         for case in cases(stages, 8 if way == "here" else 4):
             group = group_of(case.ranks)
             mine = verdict(group.gather_objects(against_unsplit(family, case, group)), family, stages)
-            told[str(case)] = worst(all_of.gather_objects(mine))
-        faults = {name: one for name, one in told.items() if not one.right}
-        right, tried = right + len(told) - len(faults), tried + len(told)
+            reports[str(case)] = worst(all_of.gather_objects(mine))
+        faults = {name: one for name, one in reports.items() if not one.right}
+        right, tried = right + len(reports) - len(faults), tried + len(reports)
         if all_of.here[0] == 0:
-            most = [max(each) for each in zip(*(one[:3] for one in told.values()), strict=True)]
+            most = [max(each) for each in zip(*(one[:3] for one in reports.values()), strict=True)]
             figures = "loss {:.1e}  gradients {:.1e}  worst of one parameter {:.1e}".format(*most)
-            print(f"{way:8} {family:10} {stages} stages  {len(told) - len(faults)} of {len(told)} schedules  {figures}"
-                  f"  {time.monotonic() - begin:5.1f} s", flush=True)  # fmt: skip
+            print(f"{way:8} {family:10} {stages} stages  "
+                  f"{len(reports) - len(faults)} of {len(reports)} schedules  {figures}  {time.monotonic() - begin:5.1f} s", flush=True)  # fmt: skip
             for name, one in faults.items():
                 print(f"    NOT THE SAME: {name}: {one}", flush=True)
     return Row(right, tried)

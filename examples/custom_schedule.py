@@ -23,7 +23,7 @@ def capped(ranks: int, microbatches: int, limit: int = 3) -> fpipe.Schedule:
 
 def main(picture: str | None = None) -> fpipe.Timeline:
     """Check it, draw it beside 1F1B, and run it."""
-    mine = capped(4, 8).check()  # raises and says where, if two ranks would wait for each other
+    mine = capped(4, 8).check()  # raises an error with the position if two ranks would wait for each other
     for schedule in (mine, fpipe.make_schedule("1F1B", 4, 8)):
         timeline = schedule.simulate(fpipe.Costs(F=1, B=2))
         print(timeline.draw(width=140), f"peak by rank {timeline.peak}\n")

@@ -61,7 +61,7 @@ def tasks(draw: torch.Generator) -> Callable[[], tuple[Tensor, ...]]:
 
 
 def main(steps: int = 60) -> list[float]:
-    """Train by meta-gradients; the losses after the inner step. The first gradient is held against torch's own."""
+    """Train by meta-gradients; the losses after the inner step. The first gradient is compared with torch's."""
     pipe = fpipe.pipeline([layer] * STAGES, "1F1B", loss=squares, microbatches=4, group=fpipe.local(STAGES))
     draw = torch.Generator().manual_seed(0)
     weights = [torch.randn(WIDTH, WIDTH, generator=draw) / WIDTH**0.5 for _ in range(STAGES)]

@@ -10,7 +10,7 @@ import fpipe
 
 
 class Residual(nn.Module):
-    """What a user's model is made of."""
+    """A block of a user's model."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -22,7 +22,7 @@ class Residual(nn.Module):
 
 
 def main(steps: int = 30) -> list[float]:
-    """Teach it to tell inside from outside of a circle."""
+    """Train a classifier: inside or outside of a circle."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 16), *(Residual(16) for _ in range(6)), nn.Linear(16, 2))
     model[0].requires_grad_(False)  # a frozen layer stays frozen, and costs nothing

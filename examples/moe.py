@@ -49,7 +49,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def batch(step: int, member: int) -> tuple[Tensor, Tensor]:
-    """Tokens of which every other one is a repetition, something to learn; and those that follow."""
+    """Tokens of which every other one is a repetition, and the tokens that follow them."""
     generator = torch.Generator().manual_seed(100 * step + member)
     tokens = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
     tokens[:, 1::2] = tokens[:, :-1:2]

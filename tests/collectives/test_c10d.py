@@ -35,7 +35,7 @@ def _gloo() -> dict:
         for number in range(6):
             group.send((torch.full((4,), float(number)),), 0, 1)
         found["held"].append(len(group._sent[1]))
-        group.recv(ROW, 1, 0).wait()  # rank 1 says that it has received four
+        group.recv(ROW, 1, 0).wait()  # rank 1 reports four received messages
         group.settle(1, 4)
         found["held"].append(len(group._sent[1]))
         group.flush()

@@ -106,7 +106,7 @@ def _mismatch() -> tuple[bool, list[float]]:
     first = adopt(dist.new_group(), timeout=1.0)  # type: ignore[arg-type]
     stalled = False
     try:
-        first.recv(SPECS, other, rank).wait()  # nobody sends
+        first.recv(SPECS, other, rank).wait()  # no rank sends
     except GroupError as error:
         stalled = "longer than timeout=1" in str(error) or "connection broke" in str(error)
     first.close()

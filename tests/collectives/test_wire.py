@@ -72,7 +72,7 @@ def test_strides_that_arrive():
     assert arriving((2, 3), (4, 1)) == (3, 1)  # gaps: contiguous
     assert arriving((2, 3), (1, 1)) == (3, 1)  # overlapping windows: contiguous
     assert arriving((2, 3, 4), (8, 0, 2)) == (4, 0, 1)  # gaps between what is stored
-    assert arriving((1, 3), (99, 1)) == (3, 1)  # an axis of one says nothing
+    assert arriving((1, 3), (99, 1)) == (3, 1)  # the stride of an axis of size one is arbitrary
     assert arriving((0, 3), (7, 7)) == (3, 1)
     assert arriving((), ()) == ()
 

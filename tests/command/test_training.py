@@ -1,4 +1,4 @@
-"""``fpipe train``: its parts in one process, and the whole of it once on two."""
+"""``fpipe train``: its parts in one process, and one complete run on two."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Case:
-    """Everything that a seed stands for."""
+    """Everything that a seed determines."""
 
     seed: int
     bodies: tuple[Body, ...]

@@ -1,4 +1,4 @@
-"""The operations that random stages are made of.
+"""The operations of random stages.
 
 Each takes the working tensors of a stage, all of shape ``[rows, WIDTH]``, and returns one more. An operation that needs
 parameters names their shapes; the generator creates them.

@@ -1,6 +1,6 @@
 """Every differentiable operator of torch as a stage, with both engines: ``python -m tests.fuzz.operators``.
 
-The samples are those of torch's own operator tests. The oracle is autograd on the function itself.
+The samples are those of torch's operator tests. The oracle is autograd on the function itself.
 """
 
 from __future__ import annotations

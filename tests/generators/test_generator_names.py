@@ -1,4 +1,4 @@
-"""Schedules by name: typos, counts that do not fit, and schedules of one's own."""
+"""Schedules by name: typos, counts that do not fit, and registered schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each schedule against what is published: torch's own orders, printed orders, totals and peaks, and ``check``."""
+"""Each schedule against published results: torch's orders, printed orders, totals and peaks, and ``check``."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def torch_order():
             return None
         return [[plain(action) for action in made.pipeline_order[rank] if action] for rank in range(ranks)]
 
-    # the order is computed before communication is woven in; that is slow and not asked for
+    # the order is computed before communication is added, which is slow and not needed
     with mock.patch.object(schedules._PipelineScheduleRuntime, "_prepare_schedule_with_comms"):
         yield order
 
@@ -102,8 +102,8 @@ def test_gpipe_is_all_forwards_then_all_backwards() -> None:
 
 
 def test_one_f_one_b_runs_a_backward_as_soon_as_it_holds_enough() -> None:
-    """The paper's rule, told another way than the generator tells it: rank r never holds more than p - r activations,
-    and goes forward whenever that allows it."""
+    """The paper's rule, in another form than in the generator: rank r never holds more than p - r activations,
+    and runs a forward whenever this bound allows it."""
     for case in cases(range(1, 9), range(1, 33), name="1F1B"):
         for rank, row in enumerate(case.make()):
             done = {"F": 0, "B": 0}

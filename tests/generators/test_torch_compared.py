@@ -1,4 +1,4 @@
-"""What README.md says of torch.distributed.pipelining, shown on it: one process, one rank, two stages."""
+"""The statements of README.md about torch.distributed.pipelining, tested on it: one process, one rank, two stages."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Counted(nn.Module):
 
 @pytest.mark.parametrize("linears", [1, 3])
 def test_torch_checkpoint_under_i_and_w(alone: None, linears: int):
-    """There, once a parameter group; here, once (its test stands in test_torch_pipelining_bugs.py)."""
+    """There, once a parameter group; here, once (tested in test_torch_pipelining_bugs.py)."""
     first, second = nn.Linear(4, 4), Counted(linears)
     step = schedule([first, second], microbatches=1)
     with warnings.catch_warnings():
@@ -93,7 +93,7 @@ def test_torch_validator_passes_a_deadlock():
 
 
 def test_torch_needs_a_process_group():
-    """There a schedule is made of stages, and a stage of a process group; here it is made, checked and timed alone."""
+    """There a schedule needs stages, and a stage needs a process group; here it is built, checked and timed alone."""
     assert not dist.is_initialized()
     with pytest.raises(ValueError, match="process group has not been initialized"):
         schedule([nn.Linear(4, 4), nn.Linear(4, 4)])

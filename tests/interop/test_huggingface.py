@@ -19,7 +19,7 @@ ROWS, MICROBATCHES = 4, 2
 
 
 def run(model: Any, stages: int | None = 2, *, side: dict[str, Any] | None = None, **options: Any) -> tuple[Any, Any]:
-    """Loss and gradients of a split model, without a bubble to speak of: one rank holds all stages."""
+    """Loss and gradients of a split model, on one rank that holds all stages."""
     made, params = huggingface.stages(model, stages, **options)
     pipe = fpipe.pipeline(
         made, "LoopedBFS", loss=huggingface.causal_loss, microbatches=MICROBATCHES, group=fpipe.local(1)
@@ -32,7 +32,7 @@ OTHERS = sorted(set(FAMILIES) - set(ACCEPTANCE))
 
 
 def agrees(model: Any, found: tuple[Any, Any], **side: Any) -> bool:
-    """Whether loss and gradients are the unsplit model's own."""
+    """Whether loss and gradients are those of the unsplit model."""
     loss, grads = found
     want, reference = unsplit(model, MICROBATCHES, tokens(ROWS), **side)
     return abs(float(loss / want) - 1) < 1e-6 and distance(grads, reference) < 1e-6
@@ -126,7 +126,7 @@ def test_a_heavy_head_gets_fewer_layers():
 
 # ---- experts --------------------------------------------------------------------------------------------------------
 def test_router_loss_is_over_all_layers():
-    """The product of two sums over all layers: it cannot be had by adding up the stages' own losses."""
+    """The product of two sums over all layers: a sum of losses per stage cannot express it."""
     model = decoder("mixtral", layers=2)
     stages, params = huggingface.stages(model, 2)
     assert [stage.aux_loss for stage in stages] == [False, True]

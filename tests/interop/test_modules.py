@@ -142,7 +142,7 @@ def test_running_statistics_are_state():
     square = lambda y, t: (y - t).square().mean()
     pipe = fpipe.pipeline(stages, "1F1B", loss=square, microbatches=2, group=fpipe.local(2))
     (loss, state), grads = fpipe.value_and_grad(pipe)(params, x, torch.zeros(4, 2, 3, 3))
-    want = sum(square(model(part), torch.zeros(2, 2, 3, 3)) / 2 for part in x.split(2))  # moves its own statistics
+    want = sum(square(model(part), torch.zeros(2, 2, 3, 3)) / 2 for part in x.split(2))  # updates its statistics
     want.backward()
     for name, grad in {**grads[0], **grads[1]}.items():
         assert torch.allclose(grad, model.get_parameter(name).grad, rtol=1e-5, atol=1e-6), name

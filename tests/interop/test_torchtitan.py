@@ -118,7 +118,7 @@ def test_a_file_for_something_else(tmp_path: Path):
 
 # ---- a mixture of experts -------------------------------------------------------------------------------------------
 class GroupedExperts(nn.Module):
-    """Experts that ask for the counts of their tokens, as theirs do: nothing can trace them."""
+    """Experts that read the counts of their tokens, as torchtitan's do: they cannot be traced."""
 
     def __init__(self):
         super().__init__()
@@ -161,7 +161,7 @@ def test_experts_run_on_autograd_and_count():
     pipe, params = torchtitan.pipeline(model, config(schedule="DualPipeV"), group=fpipe.local(2))
     assert [stage.engine for stage in pipe.config.functions] == ["trace", "eager", "eager", "trace"]
     (loss, counts), grads = fpipe.value_and_grad(pipe)(params, tokens, labels)
-    twin = mixed()  # the model's own statistics were left alone
+    twin = mixed()  # the statistics of the model are unchanged
     assert not any(buffer.any() for buffer in model.buffers())
     rows = zip(tokens.split(1), labels.split(1), strict=True)
     whole = torch.stack([torchtitan.cross_entropy(twin(x), y) / 4 for x, y in rows]).sum()
@@ -198,7 +198,7 @@ def test_parts_are_theirs(package: Any):
 
 
 def test_debug_llama_trains_under_dualpipev(package: Any):
-    """Twenty steps with the package's own configuration object: the loss falls, and is the unpipelined one's."""
+    """Twenty steps with the package's configuration: the loss falls, and equals that of the unpipelined model."""
     job = package.JobConfig()
     job.parallelism.pipeline_parallel_degree, job.parallelism.pipeline_parallel_schedule = 2, "DualPipeV"
     job.training.local_batch_size, job.training.seq_len = 4, 16

@@ -27,7 +27,7 @@ def _on_two_processes() -> tuple[bool, dict[int, list[str]], torch.Tensor]:
     (rank,) = group.here
     local = pipe.place(params)
     plan = pipe.plan(local, x).by_rank[rank]
-    fpipe.grad(pipe)(local, x)  # the loss is sent and not asked for
+    fpipe.grad(pipe)(local, x)  # the loss is sent without a request
     return group.at_once, {rank: [ins.kind for ins in plan.instructions]}, fpipe.value_and_grad(pipe)(local, x)[0]
 
 

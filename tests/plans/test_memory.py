@@ -1,4 +1,4 @@
-"""Peak memory: what ``pipe.plan`` foretells is what a step holds, by the storages that are alive while it runs."""
+"""Peak memory: ``pipe.plan`` predicts what a step holds, measured by the storages that are alive while it runs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ MODELS: dict[str, tuple[Any, Callable[[], Any], tuple[int, ...]]] = {
 }
 
 
-def foretold_and_held(stages: list[Any], params: list[Any], shape: tuple[int, ...], schedule: str, **more: Any) -> Any:
+def predicted_and_held(stages: list[Any], params: list[Any], shape: tuple[int, ...], schedule: str, **more: Any) -> Any:
     x, t = torch.randn(PARTS * ROWS, *shape), torch.randn(PARTS * ROWS, *shape)
     argnums, state = more.pop("argnums", 0), more.pop("state", None)
     side = {} if state is None else {"state": state}
@@ -80,8 +80,10 @@ def test_a_step_holds_what_its_plan_foretells(name: str, schedule: str):
     stages = 4 if per_rank == 1 else per_rank
     fresh = {"mean": torch.zeros(8), "var": torch.ones(8)}
     state = [fresh] * stages if name == "cnn" else None
-    foretold, held = foretold_and_held([stage] * stages, [make() for _ in range(stages)], shape, schedule, state=state)
-    assert abs(foretold / held - 1) < 0.02
+    predicted, held = predicted_and_held(
+        [stage] * stages, [make() for _ in range(stages)], shape, schedule, state=state
+    )
+    assert abs(predicted / held - 1) < 0.02
 
 
 def median(p, x):
@@ -115,8 +117,8 @@ def take(p, x):
 )
 def test_special_steps_too(stages: list[Any], more: dict[str, Any]):
     schedule = more.pop("schedule", "1F1B")
-    foretold, held = foretold_and_held(stages, [dense() for _ in range(4)], (D,), schedule, **more)
-    assert abs(foretold / held - 1) < 0.02
+    predicted, held = predicted_and_held(stages, [dense() for _ in range(4)], (D,), schedule, **more)
+    assert abs(predicted / held - 1) < 0.02
 
 
 def spread(p, x):
@@ -125,13 +127,13 @@ def spread(p, x):
 
 
 def test_what_is_accumulated_is_counted_in_full():
-    foretold, held = foretold_and_held([spread] * 4, [torch.randn(64, 64) for _ in range(4)], (D,), "1F1B")
-    assert abs(foretold / held - 1) < 0.02
+    predicted, held = predicted_and_held([spread] * 4, [torch.randn(64, 64) for _ in range(4)], (D,), "1F1B")
+    assert abs(predicted / held - 1) < 0.02
     narrow = [{k: v.bfloat16() for k, v in dense().items()} for _ in range(4)]
     wide = {"accumulate": torch.float32}
     cast = lambda p, x: layer(p, x.bfloat16()).float()
-    foretold, held = foretold_and_held([cast] * 4, narrow, (D,), "1F1B", **wide)
-    assert abs(foretold / held - 1) < 0.02
+    predicted, held = predicted_and_held([cast] * 4, narrow, (D,), "1F1B", **wide)
+    assert abs(predicted / held - 1) < 0.02
 
 
 def test_forward_alone_holds_one_activation():

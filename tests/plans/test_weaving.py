@@ -194,7 +194,7 @@ def pipe_of(stage: Any, name: str, ranks: int, stages: int, group: Any, overlap:
 
 
 def by_turns(forward: Any, backward: Any) -> tuple[Any, Any]:
-    """An overlap of one's own: the backward first, the forward segment by segment."""
+    """A user's overlap: the backward first, the forward segment by segment."""
     back = backward()
     values = dict(zip(forward.program.inputs, forward.inputs, strict=True))
     for segment in forward.segments:
@@ -269,14 +269,14 @@ def test_a_woven_step_holds_what_its_plan_says_and_no_more_than_what_is_in_fligh
     members: Any, name: str, stages: int
 ):
     params, x = parameters(stages), torch.ones(6 * 512, WIDTH)
-    foretold = {}
+    predicted = {}
     for how in ("sequential", "weave"):
         pipe = pipe_of(moe_stage(members), name, 1, stages, fpipe.local(1), how)
-        foretold[how] = pipe.plan(params, x, x).peak[0]
+        predicted[how] = pipe.plan(params, x, x).peak[0]
         held = peak_bytes(lambda pipe=pipe: fpipe.value_and_grad(pipe)(params, x, x))
-        assert abs(foretold[how] / held - 1) < 0.02, how
+        assert abs(predicted[how] / held - 1) < 0.02, how
     part = 512 * WIDTH * 4
-    assert foretold["weave"] <= foretold["sequential"] + 2 * 2 * part  # of each side one: what goes and what comes
+    assert predicted["weave"] <= predicted["sequential"] + 2 * 2 * part  # one per direction
 
 
 @pytest.mark.xdist_group("weaving")
@@ -325,7 +325,7 @@ def test_members_that_differ_without_a_weave_are_an_error():
 
 
 def _different_weaves() -> tuple[Any, ...]:
-    """One process's forward is long, the other's backward: left alone, each would weave its own way."""
+    """One process has a long forward, the other a long backward: without agreement, each would plan another weave."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     world = dist.group.WORLD

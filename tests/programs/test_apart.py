@@ -115,7 +115,7 @@ def trees(schedule: str, group: Any) -> Any:
 
 
 def passed_on(schedule: str, group: Any) -> Any:
-    """The loss is what the last stage returns, and the last stage passes on what the one before it made."""
+    """The loss is what the last stage returns, and the last stage passes on the output of the one before it."""
     count = stages_of(schedule)
     made = lambda p, x: layer(p, x).sum()
     fns = [layer] * (count - 2) + [made, lambda p, x: x]
@@ -144,7 +144,7 @@ PLAYS = {
 
 
 def agree(mine: Any, whole: Any) -> None:
-    """What a rank has is what the local group has: all of a value, and the entries that live here."""
+    """A rank has the results of the local group: every value, and the entries of its stages."""
     flat, spec = optree.tree_flatten(mine, namespace="fpipe")
     true, other = optree.tree_flatten(whole, namespace="fpipe")
     assert spec == other

@@ -1,4 +1,4 @@
-"""The eager engine: functions that look at their data, bit for bit with plain autograd, nothing computed twice."""
+"""The eager engine: functions with data-dependent Python, bit for bit as plain autograd, nothing computed twice."""
 
 from __future__ import annotations
 
@@ -335,7 +335,7 @@ def test_what_w_does_not_need_is_freed_after_i():
     del saved
     gc.collect()
     assert second.expired(), "the factor of exp serves the input gradient alone"
-    assert not third.expired(), "what the second weight's gradient is made from"
+    assert not third.expired(), "an input of the second weight's gradient"
     assert own.backward_weight(kept)
     gc.collect()
     assert third.expired()
@@ -379,7 +379,7 @@ def test_a_rehearsal_leaves_no_traces():
     torch.manual_seed(5)
     own = trace(fpipe.Stage(fn, engine="eager"), p, x)
     assert torch.equal(torch.rand(2), expected)
-    assert len(noise) == 2  # on fake tensors, then on made-up numbers
+    assert len(noise) == 2  # on fake tensors, then on invented numbers
     assert own.ys == ("y0",)
 
 
@@ -442,7 +442,7 @@ def test_an_ordinary_mistake_is_told_as_one():
 
 
 def test_a_way_not_seen_before_may_carry_a_gradient():
-    """On made-up numbers the mask is full of ones without a gradient; on these it is made of the input."""
+    """On invented numbers the mask contains only ones and has no gradient; here it depends on the input."""
 
     def fn(p: Tensor, x: Tensor) -> dict[str, Tensor]:
         gate = torch.ones_like(x) if x.sum().item() > 0 else x.exp()

@@ -1,4 +1,4 @@
-"""What fpipe asks of torch's private tracing, asked directly: a torch that answers otherwise is found here first."""
+"""What fpipe requires of torch's private tracing, tested directly: a torch version that differs fails here first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stage becomes: F, B, I and W of every kind of function that a model is made of, against plain autograd."""
+"""What a stage becomes: F, B, I and W of every kind of function in models, against plain autograd."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tensors(tree: Any) -> list[Tensor]:
 
 
 def wanted(tree: Any) -> Any:
-    """Leaves that want gradients, as torch.func would differentiate them."""
+    """Leaves with requires_grad, as torch.func would differentiate them."""
     return optree.tree_map(
         lambda v: (
             v.detach().clone().requires_grad_(v.is_floating_point() or v.is_complex()) if isinstance(v, Tensor) else v
@@ -229,7 +229,7 @@ def test_i_does_only_what_the_input_gradient_needs():
 
 
 def test_a_convolution_is_cut_too():
-    """Its backward is one operation for both gradients; each program runs it for its own."""
+    """Its backward is one operation for both gradients; each program runs it for one of them."""
     fn, p, x = CASES["convolution"]
     programs = trace(fn, p, x)
     assert operations(programs.backward_input).count("convolution_backward") == 1
@@ -539,7 +539,7 @@ def test_one_trace_serves_all_stages_and_calls():
     pipe = fpipe.pipeline([counted] * 8, "ZBV", loss=loss, microbatches=4, group=fpipe.local(4))
     params, x = [torch.randn(3, 3) for _ in range(8)], torch.randn(8, 3)
     fpipe.value_and_grad(pipe)(params, x, x)
-    # one for the first stage, whose input wants no gradient, and one for the others; each twice on fake tensors
+    # one for the first stage, whose input needs no gradient, and one for the others; each twice on fake tensors
     assert runs == 4
     fpipe.value_and_grad(pipe)(params, x, x)
     fpipe.value_and_grad(fpipe.pipeline([counted] * 4, "GPipe", loss=loss, microbatches=4, group=fpipe.local(4)))(
@@ -567,7 +567,7 @@ def test_a_number_that_never_stays_is_told_and_its_traces_do_not_pile_up(monkeyp
     made = [trace(fn, EYE, X, heat=heat) for heat in (1.0, 0.9)]
     with pytest.warns(UserWarning, match=r"3 times.*side inputs.*last 1.0, 0.9, 0.8.*as a tensor"):
         made.append(trace(fn, EYE, X, heat=0.8))
-    made += [trace(fn, EYE, X, heat=heat) for heat in (0.7, 0.6)]  # said once
+    made += [trace(fn, EYE, X, heat=heat) for heat in (0.7, 0.6)]  # reported once
     assert trace(fn, EYE, X, heat=0.9) is made[1]
     assert trace(fn, EYE, X, heat=1.0) is not made[0], "the oldest went"
 

@@ -1,4 +1,4 @@
-"""Pipelines that nobody would write: stages that pass on, drop, change and invent leaves, under random schedules.
+"""Unusual pipelines: stages that pass on, drop, change and add leaves, under random schedules.
 
 Each is held to plain autograd through the whole model, to the bit. A leaf that one stage gives twice is left out: the
 next stage sees two leaves, and adds up their gradients in another order than autograd would for the one tensor.
@@ -33,7 +33,7 @@ def written(a: Tensor, p: dict[str, Tensor]) -> Tensor:
     return h.mul_(p["b"])
 
 
-#: what a leaf may be made of: two leaves of the input, and the parameters
+#: what a leaf may be computed from: two leaves of the input, and the parameters
 MAKERS: dict[str, Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]] = {
     "product": lambda a, b, p: torch.tanh(a @ p["w"]),
     "sum": lambda a, b, p: a + b,

@@ -1,4 +1,4 @@
-"""What a user gets wrong is told at once, by a clear error, before anything runs where that is possible."""
+"""A user's mistake raises a clear error at once, before anything runs where that is possible."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def step(pipe: fpipe.Pipeline, params: Any = PARAMS, x: Any = X, *targets: Any, 
     return fpipe.value_and_grad(pipe)(params, x, *(targets or (T,)), **side)
 
 
-# ---- as a pipeline is made ------------------------------------------------------------------------------------------
+# ---- building a pipeline --------------------------------------------------------------------------------------------
 MADE_WRONG = {
     "wrong number of stages": (lambda: piped([layer] * 3), fpipe.ScheduleError, "4 stages on 2 ranks, not 3"),
     "no stages": (lambda: fpipe.pipeline([], "1F1B"), fpipe.StageError, "one at least"),

@@ -1,4 +1,4 @@
-"""What a trainer asks of one call: a function for each output instead of all outputs, metrics without a backward, the
+"""What trainers need from a call: a function for each output instead of all outputs, metrics without a backward, the
 scale of half precision, weights from masks; under every schedule where that could matter."""
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def test_what_each_returns_stays_where_it_was_called_or_goes_everywhere(schedule
     found = fpipe.testing.run(rank, 2)
     assert sum(last for _, last, _ in found) == 1
     for _, last, told in found:
-        if schedule == "DualPipe" and outputs == "zeros":  # each half of the microbatches ends on a rank of its own
+        if schedule == "DualPipe" and outputs == "zeros":  # each half of the microbatches ends on another rank
             assert [one for one in told if one is not None] in (true[:2], true[2:])
         else:
             assert told == (true if last or outputs == "everywhere" else None)

@@ -1,4 +1,4 @@
-"""Copies of a pipeline: reduced gradients, ZeRO on parts, and what a plan says about it, against one pipeline alone.
+"""Copies of a pipeline: reduced gradients, ZeRO on parts, and what a plan shows of it, against one pipeline alone.
 
 Most of it runs on two fake processes, each with a local pipeline of two ranks; one job of four gloo processes runs
 every schedule at every level.
@@ -58,7 +58,7 @@ def pipe_of(name: str, copies: Any = None, group: Any = None, fn: Any = block, *
 
 
 def step(pipe: Any, copies: Any = None) -> tuple[Tensor, list[Any]]:
-    """Loss and whole gradients of one step on the own part of the batch."""
+    """Loss and whole gradients of one step on this copy's part of the batch."""
     x, y = (t if copies is None else t.chunk(copies.size)[copies.here[0]] for t in batch())
     value, grads = fpipe.value_and_grad(pipe)(pipe.shard(network(pipe.stages)), x, y)
     return value, pipe.unshard(grads)
@@ -206,11 +206,11 @@ def test_noise_is_another_in_each_part():
         return tuple(torch.cat(leaves)[:16] for leaves in drawn)  # type: ignore[return-value]
 
     (noise, plain), (other, others) = on_copies(run)
-    assert torch.equal(plain, others), "else nothing would have to be done"
+    assert torch.equal(plain, others), "otherwise the collective would be omitted"
     assert (noise - other).abs().min() > 0
 
 
-# ---- what is asked of the reduction ---------------------------------------------------------------------------------
+# ---- options of the reduction -------------------------------------------------------------------------------------
 def test_more_copies_than_elements():
     told = on_copies(lambda dp: [step(pipe_of("1F1B", dp, zero=zero), dp) for zero in range(4)], copies=4)
     for copy in told:
@@ -344,7 +344,7 @@ def test_gradients_leave_while_others_are_made():
     reduced = [place for place, (kind, _) in enumerate(seen) if kind == "REDUCE"]
     last = {stage: place for place, (kind, stage) in enumerate(seen) if kind in "BW"}
     for place in reduced:
-        assert place == last[seen[place][1]] + 1, "as soon as the stage's last gradient is made"
+        assert place == last[seen[place][1]] + 1, "as soon as the stage's last gradient exists"
     assert any(place < max(last.values()) for place in reduced)
     waits = [place for place, (kind, _) in enumerate(seen) if kind == "WAIT"]
     assert min(waits) > max(last.values()), "waited for at the end"
@@ -363,7 +363,7 @@ def test_every_stage_is_reduced_once(name: str):
 
 @pytest.mark.parametrize("bound", [1, 2, 3])
 def test_stages_whole_at_once(bound: int):
-    """Never more than allowed; gathered before the action ahead of their use where the bound has room."""
+    """Never more than allowed; gathered one action ahead of their use where the bound permits."""
 
     def run(dp: Any) -> Any:
         schedule = fpipe.make_schedule("Interleaved1F1B", 2, 4, 8)
@@ -397,7 +397,7 @@ def test_the_other_levels_gather_once():
 
 
 class Asleep(LocalGroup):
-    """The first of two copies, of which the other does nothing: what this process holds is held by it alone."""
+    """The first of two copies, of which the other does nothing, so that only this process holds tensors."""
 
     def __init__(self) -> None:
         super().__init__((torch.device("cpu"),))
@@ -415,7 +415,7 @@ class Asleep(LocalGroup):
 
 @pytest.fixture
 def few_objects() -> Iterator[Callable[[], None]]:
-    """Call it, and the garbage collector shows only what is made from then on: to ask for that is quick."""
+    """After this call, the garbage collector lists only newer objects, which is quick."""
 
     def begin() -> None:
         gc.collect()

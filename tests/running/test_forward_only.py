@@ -1,5 +1,5 @@
-"""Forward-only calls over processes: logits where the last stage lives, zeros of their shape elsewhere, and nothing of
-it in the training steps around them."""
+"""Forward-only calls over processes: logits on the rank of the last stage, zeros of their shape elsewhere, and no trace
+of it in the training steps around them."""
 
 from __future__ import annotations
 

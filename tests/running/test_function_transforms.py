@@ -48,7 +48,7 @@ def unsplit(params: list[Any], tied: bool = False) -> Tensor:
 
 
 def compute(group: Any, schedule: str) -> tuple[Any, Any]:
-    """Everything on a group; gradients of the stages that live here."""
+    """Everything on a group; gradients of the stages of this rank."""
     x, t, gain = data()
     pipe = language(attend, head, group, schedule, tied=[("0.wte", "3.wte")])
     params, v = pipe.place(parameters(0)), pipe.place(parameters(1))
@@ -66,7 +66,7 @@ def close(got: Any, want: Any) -> None:
 
 
 def check(forward: Any, hessian: list[Any]) -> None:
-    """What four stages told, beside torch.func."""
+    """Results of four stages, compared with torch.func."""
     params, v = parameters(0), parameters(1)
     math = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
     with math:
@@ -152,7 +152,7 @@ def test_meta_gradient():
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB1P"])
 def test_meta_gradients_by_parameters_and_input(schedule: str):
-    """fpipe's own gradient inside torch.func's: where to begin, and from which rows."""
+    """fpipe's gradient inside torch.func's: the start value, and the rows."""
     params, v, x, t = layers()
     pipe = fpipe.pipeline([layer, layer], schedule, loss=squared, microbatches=2, group=fpipe.local(2))
     whole = lambda p, x: squared(layer(p[1], layer(p[0], x)), t)
@@ -176,7 +176,7 @@ def test_meta_gradients_by_parameters_and_input(schedule: str):
 
 
 def test_gradients_inside_a_transform_have_their_form():
-    """Frozen leaves, further values, scales and Microbatches: as outside, where there is nothing to differentiate."""
+    """Frozen leaves, further values, scales and Microbatches: as without a transform, if nothing is differentiated."""
     params, _, x, t = layers()
     own = [{"w": p, "n": 2} for p in params]
     stage = lambda p, x: layer(p["w"], x) * p["n"]

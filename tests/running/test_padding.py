@@ -129,7 +129,7 @@ def test_a_pad_adds_nothing_to_loss_and_gradients():
         more, again = run(padded)
         torch.testing.assert_close(more, loss, rtol=1e-14, atol=0)
         torch.testing.assert_close(again, grads, rtol=1e-13, atol=1e-14)
-        other, _ = fpipe.pad(parts, multiple, uniform, values={"input_ids": 5})  # whatever stands in the pad
+        other, _ = fpipe.pad(parts, multiple, uniform, values={"input_ids": 5})  # for any values in the pad
         same, once_more = run(other)
         assert torch.equal(same, more)
         assert all(torch.equal(a[n], b[n]) for a, b in zip(once_more, again, strict=True) for n in a)

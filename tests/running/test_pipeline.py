@@ -126,7 +126,7 @@ def test_gradients_alias_nothing(params: list[Tensor], x: Tensor, t: Tensor):
 
 @pytest.mark.parametrize("schedule", ["ZBV", "1F1B"])
 def test_two_leaves_with_one_gradient(schedule: str, x: Tensor, t: Tensor):
-    """Both want the very same value, and each a sum of its own."""
+    """Both read the same value, and each adds into another sum."""
     both = lambda p, v: torch.tanh(v + p["a"] + p["b"])
     params = [{"a": torch.randn(2, WIDTH), "b": torch.randn(2, WIDTH)} for _ in range(STAGES)]
     ranks = 2 if schedule == "ZBV" else 4
@@ -138,7 +138,7 @@ def test_two_leaves_with_one_gradient(schedule: str, x: Tensor, t: Tensor):
 
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
 def test_what_is_traced_first_under_another_grad_mode_is_traced_right(around: Any, params: list[Tensor], x: Tensor):
-    fresh = lambda p, v: torch.tanh(v @ p)  # nobody has traced it before
+    fresh = lambda p, v: torch.tanh(v @ p)  # it was not traced before
     loss = lambda y: y.square().mean()
     pipe = piped([fresh] * STAGES, "1F1B", 1, loss=loss)
     with around():
@@ -574,7 +574,7 @@ class Carried(NamedTuple):
 
 @optree.dataclasses.dataclass(namespace="fpipe")
 class Registered:
-    """A dataclass that optree knows."""
+    """A dataclass registered with optree."""
 
     h: Tensor
     scale: float

@@ -53,7 +53,7 @@ def test_what_ran_at_once_is_one_fused_action():
 
 
 def test_an_action_with_nothing_to_do_takes_no_time():
-    """The first stage's input gradient is not wanted: its I has no instruction, and its W cannot stand without it."""
+    """The first stage's input gradient is not needed: its I has no instruction, and its W cannot run without it."""
     run = Run(0, (did("F", "0F0", 0, 2), did("W", "0W0", 3, 5)), tuple(Action(0, op, 0) for op in "FIW"))  # type: ignore[arg-type]
     assert [(str(action), start, end) for _, action, start, end in spans([run])] == [
         ("0F0", 0, 2), ("0I0", 2, 2), ("0W0", 3, 5),
@@ -72,7 +72,7 @@ def test_costs_of_actions_and_messages():
     price = costs([BY_HAND])
     assert (price.F, price.B, price.I, price.W) == ((10, 17), (16, 21), (8, 10.5), (8, 10.5))
     assert price.send == (1.0,) and price.boundary == (64.0,) and price.unit == "s"
-    # nobody found a message waiting, so all that is known is 3 and 4 from sent to had; half a unit of RECV for each
+    # no message arrived before its WAIT, so only 3 and 4 from send to arrival are known; half a unit of RECV for each
     assert price.comm == (0.0,) and price.receive == (13.5,)
 
 
@@ -185,7 +185,7 @@ def test_a_profiled_step_has_the_same_bits_and_leaves_nothing_behind():
 
 
 def test_with_works_too_and_an_error_ends_the_recording():
-    """After an error nothing is gathered: the other ranks may not come to it."""
+    """After an error nothing is gathered: the other ranks may not reach the collective."""
     pipe, params, x = small()
     step = fpipe.value_and_grad(pipe)
     with fpipe.profile(name="two") as profiled:
@@ -230,7 +230,7 @@ def test_on_fake_ranks_each_has_the_whole_picture():
 
 
 class Far:
-    """A group of two whose other rank is on a machine with a clock of its own, 5 s ahead."""
+    """A group of two whose other rank is on a machine whose clock is 5 s ahead."""
 
     size, here = 2, (0,)
 

@@ -53,7 +53,7 @@ def test_a_lazy_minus_is_packed_as_what_it_means():
 
 
 def faults() -> int:
-    """How many pages a second row of steps has made anew."""
+    """Page faults of a second series of steps."""
     import resource
 
     def step() -> None:

@@ -56,7 +56,7 @@ def test_rule_place_and_remedy(text: str, rule: str, rank: int, position: int, s
     lines = message.split("\n")
     window = next(i for i, line in enumerate(lines) if line.startswith(f"    rank {rank} | "))
     start = lines[window + 1].index("^")
-    assert lines[window][start:].startswith(cell)  # the mark stands under the action that the message names
+    assert lines[window][start:].startswith(cell)  # the mark is under the action that the message names
     assert lines[window + 1][start : start + len(cell)] == "^" * len(cell)
 
 
@@ -74,7 +74,7 @@ def test_a_circle_is_told_rank_by_rank() -> None:
 
 
 def test_a_circle_of_many_ranks_is_told_in_part() -> None:
-    """Every rank wants its second chunk before its first, and so waits for the rank before it."""
+    """Every rank runs its second chunk before its first, and so waits for the rank before it."""
     rows = [[Action(s, op, 0) for s, op in ((64 + r, "F"), (r, "F"), (64 + r, "B"), (r, "B"))] for r in range(64)]
     with pytest.raises(ScheduleError, match=r"ranks 0, 63, 62, 61, 60, 59, \.\.\. wait for each other") as caught:
         check_rows(rows, Placement.loop(64, 2), 1)  # type: ignore[arg-type]
@@ -155,7 +155,7 @@ def test_cells_that_are_no_actions(cell, says: str) -> None:
 
 # ---- the oracle: run it ---------------------------------------------------------------------------------------------
 def needs_of(part: Action, last: int) -> list[tuple[str, int]]:
-    """What a part needs, told a second time and in other words than ``RULE``, by op names."""
+    """What a part needs, stated independently of ``RULE``, by op names."""
     if part.op == "F":
         return [("F", part.stage - 1)] if part.stage > 0 else []
     if part.op == "W":

@@ -1,4 +1,4 @@
-"""Pictures: what is drawn is what the timeline says, in every format, and it can be read."""
+"""Pictures: every format draws the values of the timeline, legibly."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_shades_of_one_kind_differ_and_letters_can_be_read(shades: int):
 
 # ---- terminal -------------------------------------------------------------------------------------------------------
 def lanes(text: str, ranks: int) -> dict[int, str]:
-    """What stands on each rank's line, panels joined."""
+    """The text on each rank's line, panels joined."""
     found: dict[int, str] = {}
     for line in text.splitlines():
         if match := re.match(r"rank (\d+)", line):
@@ -312,7 +312,7 @@ def test_png_shows_what_the_layout_says(tmp_path: Path):
     assert (wide, high) == (round(2 * page.width), round(2 * page.height))
     rects = [s for s in page.shapes if isinstance(s, layout.Rect) and s.hint]
     assert len(rects) == sum(len(span.action.parts) for span in t)
-    for rect in rects:  # just inside its left top corner, where no letter stands
+    for rect in rects:  # just inside its left top corner, where there is no letter
         x, y = round(2 * rect.x) + 1, round(2 * rect.y) + 1
         assert tuple(rows[y][3 * x : 3 * x + 3]) == colours.rgb(rect.colour)
     inks = {tuple(row[k : k + 3]) for row in rows for k in range(0, 3 * wide, 3)}

@@ -1,4 +1,4 @@
-"""Schedules and placements as values: what they are read off, what they refuse, and what they say of themselves."""
+"""Schedules and placements as values: sources, refusals, and printed forms."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_where_and_what_was_expected(text: str, line: int, column: int, expected
     assert expected in first
     assert caught.value.rule == "text"
     assert caught.value.rank == line - 1
-    if column <= 30:  # the mark stands under the column that the message names
+    if column <= 30:  # the mark is under the column that the message names
         assert mark.index("^") - 4 == column - 1 == len(shown[: mark.index("^")]) - 4
 
 
@@ -161,7 +161,7 @@ def test_paths_that_cannot_be_read(tmp_path, path: str) -> None:
 
 # ---- torch.distributed.pipelining -----------------------------------------------------------------------------------
 def known_there(*ranks: int) -> list[Case]:
-    """Every schedule but those whose stages have replicas, which torch does not know."""
+    """Every schedule but those whose stages have replicas, which torch does not support."""
     return [case for case in cases(ranks=ranks, microbatches=(8,)) if not case.make().placement.replicated]
 
 

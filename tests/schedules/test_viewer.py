@@ -24,7 +24,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """One browser for all tests: the machine's own, or the one that playwright brought."""
+    """One browser for all tests: the one of the machine, or playwright's."""
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
     with sync_api.sync_playwright() as p:
         path = path or (p.chromium.executable_path if Path(p.chromium.executable_path).exists() else None)
@@ -40,7 +40,7 @@ Open = Callable[..., Any]
 
 @pytest.fixture
 def view(browser: Any, tmp_path: Path) -> Iterator[Open]:
-    """Open a page of timelines; afterwards nothing may have been complained of or fetched."""
+    """Open a page of timelines; afterwards there must be no errors and no requests."""
     pages, complaints, fetched = [], [], []
 
     def show(*timelines: Timeline, **context: Any) -> Any:
@@ -82,7 +82,7 @@ def window(page: Any) -> tuple[float, float]:
     return start, end
 
 
-# ---- what is told ---------------------------------------------------------------------------------------------------
+# ---- displayed text -------------------------------------------------------------------------------------------------
 def test_hover_tells_the_action_its_times_and_what_it_waited_for(view: Open):
     t = zbv()
     page = view(t)

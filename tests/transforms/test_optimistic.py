@@ -89,7 +89,7 @@ class Sight:
 
 @torch.library.custom_op("test_optimistic::begin", mutates_args=())
 def begin(x: Tensor) -> Tensor:
-    """Stands in F of the first stage, and tells all when a step begins."""
+    """Part of F of the first stage; records when a step begins."""
     step, place = divmod(Sight.begun, MICROBATCHES)
     Sight.begun += 1
     if place == 0:
@@ -99,7 +99,7 @@ def begin(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("test_optimistic::end", mutates_args=())
 def end(x: Tensor) -> Tensor:
-    """Stands in W of the last stage: the last one of a step does not end before the next step has begun, if it can."""
+    """Part of W of the last stage: the last one of a step does not end before the next step has begun, if it can."""
     Sight.ended += 1
     step, place = divmod(Sight.ended, MICROBATCHES)
     if place == 0 and step < LOOPS:
@@ -141,7 +141,7 @@ def overlapping(group: Any, guess: bool, folder: Path, patience: float, near: bo
     if guess:
         opt = T.optimistic(tx, over=pipe)
         step = opt.first(params)
-        alone = lambda params, x: (None, fpipe.grad(pipe)(params, x))  # over a network nobody waits for a gradient
+        alone = lambda params, x: (None, fpipe.grad(pipe)(params, x))  # over a network no rank waits for a gradient
         for _ in range(LOOPS):
             _, step = opt.step(fpipe.value_and_grad(pipe) if near else alone, step, x)
         assert step.settle()
@@ -178,7 +178,7 @@ def test_on_four_processes():
 
 @pytest.mark.parametrize("near", [*([True] if _native.AVAILABLE else []), False])
 def test_the_next_step_begins_before_the_last_one_has_ended(near: bool, tmp_path: Path):
-    """The last rank stands in the last W of a step until the first rank is in an F of the next one.
+    """The last rank stays in the last W of a step until the first rank is in an F of the next one.
 
     No clock decides: with any wait of all for all between two steps this could not come to pass.
     """
@@ -190,7 +190,7 @@ def test_the_next_step_begins_before_the_last_one_has_ended(near: bool, tmp_path
 
 @pytest.mark.parametrize(("name", "ratio"), [("1F1B", 1.0), ("ZBH2", 195 / 216), ("ZBVZeroBubble", 387 / 408)])
 def test_spans_in_the_simulator(name: str, ratio: float, monkeypatch: pytest.MonkeyPatch):
-    """Eight steps on four ranks, as the benchmark tells them: p - 1 units less for each step that another follows."""
+    """Eight steps on four ranks, as in the benchmark: p - 1 units less for each step that another follows."""
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2]))
     bench = import_module("benchmarks.bench_optimistic")
     waiting, guessing = bench.spans(name, ranks=4, microbatches=8, steps=8)

@@ -1,5 +1,5 @@
 """One table of all transforms: split over processes they do what they do on the whole model, to the bit, and what
-torch's own optimizers or a few plain lines say they should do."""
+torch's optimizers or a few plain lines define."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_does_what_it_says(name: str):
 @pytest.mark.parametrize(("processes", "how"), [(2, "V"), (4, "loop")])
 @pytest.mark.parametrize("name", TABLE)
 def test_split_is_whole(name: str, processes: int, how: str):
-    """Parameters and state, stage by stage: the same bits wherever the stages live."""
+    """Parameters and state, stage by stage: the same bits for every placement of the stages."""
     row = TABLE[name]
     params, grads = inputs(row)
     spread = fake_processes.owners(STAGES, processes, how=how)
@@ -53,7 +53,7 @@ def test_split_is_whole(name: str, processes: int, how: str):
 
 
 def placed(state: Any, here: Any) -> Any:
-    """A state with what lives elsewhere taken out: wherever it has a list with one entry per stage."""
+    """A state without the entries of other ranks, in every list with one entry per stage."""
     listed = lambda node: isinstance(node, list) and len(node) == STAGES
     return optree.tree_map(
         lambda node: [p if s in here else None for s, p in enumerate(node)] if listed(node) else node,
@@ -95,7 +95,7 @@ def test_frozen_leaves(name: str):
 
 @pytest.mark.parametrize("name", TABLE)
 def test_a_process_without_stages(name: str):
-    """It has nothing to update and still takes part in what all ask each other."""
+    """It has nothing to update and still takes part in the collectives."""
     row = TABLE[name]
     params, grads = inputs(row)
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(EXAMPLES))  # as Python does for a script: some have a se
 PARTS = {"moe_block": "moe", "rl_data": "rl_engine"}
 #: example -> the test file that runs it, where that is not this one
 ELSEWHERE = {"rl_engine": "test_trainers.py"}
-#: example -> steps enough to learn something
+#: example -> steps after which the loss has fallen
 SMALL = {"quickstart": 6, "module": 12, "contrastive": 6, "meta": 12}
 #: those that take arguments
 TOLD = ("moe", "zero")
@@ -133,7 +133,7 @@ def test_train_prints_the_same_to_the_last_digit_under_torchrun(capfd: pytest.Ca
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.name)
 def test_short_told_and_run(path: Path):
-    """Under a hundred lines, a docstring that says how it is run, and a test that does."""
+    """Under a hundred lines, a docstring that states the command, and a test that runs it."""
     text = path.read_text(encoding="utf-8")
     assert text.count("\n") < 100
     main = PARTS.get(path.stem, path.stem)

@@ -1,6 +1,6 @@
-"""What is kept as files and made by the code: orders, drawings, tables, a plan. ``make golden`` writes them anew.
+"""Golden files: orders, drawings, tables, a plan. ``make golden`` writes them again.
 
-A change of any of them is then seen in the change that made it. What others have published stands in ``data`` and is
+A change of output is then visible in the commit that causes it. Data published by others are in ``data`` and are
 never rewritten.
 """
 

@@ -27,7 +27,7 @@ def schedules(stages: int) -> Iterator[Case]:
 
 
 def wrong(family: str, case: Case, group: Any) -> list[str]:
-    """What is not the unsplit model's own: its loss, its gradients, and what has a gradient at all."""
+    """What differs from the unsplit model: loss, gradients, and which parameters have a gradient."""
     told = verdict(group.gather_objects(against_unsplit(family, case, group)), family, case.stages)
     return [] if told.right else [f"{family} under {case}: {told}"]
 

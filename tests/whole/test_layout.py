@@ -26,7 +26,7 @@ FILE_NAMES = {module.path.stem for module in MODULES.values()}
 
 
 class Entry(NamedTuple):
-    """A package or module directly in ``fpipe/``: its purpose, what it must not know, all that it may import."""
+    """A package or module directly in ``fpipe/``: its purpose, what it must not depend on, all that it may import."""
 
     purpose: str
     must_not_know: str

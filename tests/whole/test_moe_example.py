@@ -1,4 +1,4 @@
-"""The example with experts: it learns, woven or not with the same bits, and its routers' choices are saved."""
+"""The example with experts: its loss falls, weaving changes no bits, and the choices of its routers are saved."""
 
 from __future__ import annotations
 

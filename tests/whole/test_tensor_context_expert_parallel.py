@@ -14,6 +14,7 @@ import optree
 import pytest
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -94,7 +95,8 @@ HEAD = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH)}
 
 def attention(p: Any, x: Tensor, members: Any = None) -> Tensor:
     q, k, v = (x @ p["qkv"]).chunk(3, -1)
-    k, v = (fpipe.ops.all_gather(t.transpose(0, 1), members).transpose(0, 1) for t in (k, v))  # along the sequence
+    k, v = (fpipe.ops.all_gather(rearrange(t, "row token d -> token row d"), members) for t in (k, v))
+    k, v = (rearrange(t, "token row d -> row token d") for t in (k, v))
     return x + F.scaled_dot_product_attention(q, k, v) @ p["out"]
 
 
@@ -116,9 +118,8 @@ EXPERTS = {"gate": (WIDTH, 4), "experts": (4, WIDTH, WIDTH)}
 def mixture(p: Any, x: Tensor, members: Any = None) -> Tensor:
     """Row r of every four goes to expert r, with a weight of its gate."""
     weight = torch.sigmoid(x @ p["gate"]).diagonal().unsqueeze(-1)
-    rows = fpipe.ops.all_to_all(x, members)
-    rows = rows.view(-1, len(p["experts"]), WIDTH)
-    rows = torch.tanh(torch.einsum("sew,ewv->sev", rows, p["experts"])).reshape(-1, WIDTH)
+    rows = rearrange(fpipe.ops.all_to_all(x, members), "(n expert) d -> expert n d", expert=len(p["experts"]))
+    rows = rearrange(torch.tanh(rows @ p["experts"]), "expert n d -> (n expert) d")
     return x + weight * fpipe.ops.all_to_all(rows, members)
 
 
@@ -211,7 +212,7 @@ def whole(kind: str) -> Any:
 
 
 def close(mine: Any, wanted: Any) -> bool:
-    """The stages that live on a process, against all."""
+    """The stages of one process, compared with all."""
     held = [(a, b) for a, b in zip(mine, wanted, strict=True) if a is not None]
     pairs = zip(*(optree.tree_leaves([pair[i] for pair in held]) for i in (0, 1)), strict=True)
     return len(held) == STAGES // 2 and all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs)

@@ -1,4 +1,4 @@
-"""Models that fpipe was not made for: encoders and decoders of public packages and of torch itself, random weights.
+"""Models of other libraries: encoders and decoders of public packages and of torch itself, random weights.
 
 Each is traced whole, as one stage, and split: outputs and gradients agree with plain autograd to 1e-6.
 """

@@ -136,7 +136,7 @@ class Square(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
         Square.python_runs += 1
         x, w = ctx.saved_tensors
-        inner = torch.asinh(2 * g * (x @ w))  # no real gradient, which is the function's own affair
+        inner = torch.asinh(2 * g * (x @ w))  # no real gradient, which the function decides
         return inner @ w.T, x.T @ inner
 
 
@@ -251,14 +251,14 @@ def test_dict_between_stages(name: str):
     loss, grads = fpipe.value_and_grad(piped(fns, name, 2, 4))(params, x, t)
     true_loss, true = plain(fns, params, x, t, 4)
     assert torch.equal(loss, true_loss)
-    if name == "DualPipe":  # two homes, each with its own sum
+    if name == "DualPipe":  # on two ranks, each with a sum
         assert all(map(torch.allclose, optree.tree_leaves(grads), optree.tree_leaves(true)))
     else:
         assert same(grads, true)
 
 
 def test_batch_norm():
-    """There: one extra batch is counted, from a dry run on memory that nobody set."""
+    """There: one extra batch is counted, from a dry run on uninitialised memory."""
 
     def norm(p, state, x):
         mean, var = state["mean"].clone(), state["var"].clone()

@@ -173,7 +173,7 @@ def test_the_engine_on_two_processes(four: list[dict[str, Any]]):
 def _everything() -> dict[str, Any]:
     torch.set_num_threads(1)
     found: dict[str, Any] = {"PP=4": _piped("1F1B", fpipe.init(pp=4))}
-    group = fpipe.init(pp=2, dp=2)  # two pipelines that know nothing of each other
+    group = fpipe.init(pp=2, dp=2)  # two independent pipelines
     found["PP=2"] = _piped("ZBV", group)
     return found | {"rl": _rl(group)}
 
