@@ -65,8 +65,9 @@ def rows(way: str, families: Sequence[str], cuts: Sequence[int], group_of: Calla
         if all_of.here[0] == 0:
             most = [max(each) for each in zip(*(one[:3] for one in reports.values()), strict=True)]
             figures = "loss {:.1e}  gradients {:.1e}  worst of one parameter {:.1e}".format(*most)
-            print(f"{way:8} {family:10} {stages} stages  "
-                  f"{len(reports) - len(faults)} of {len(reports)} schedules  {figures}  {time.monotonic() - begin:5.1f} s", flush=True)  # fmt: skip
+            count = f"{len(reports) - len(faults)} of {len(reports)} schedules"
+            took = f"{time.monotonic() - begin:5.1f} s"
+            print(f"{way:8} {family:10} {stages} stages  {count}  {figures}  {took}", flush=True)
             for name, one in faults.items():
                 print(f"    NOT THE SAME: {name}: {one}", flush=True)
     return Row(right, tried)

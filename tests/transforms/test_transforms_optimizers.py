@@ -139,7 +139,7 @@ def test_one_call_a_dtype(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_muon_stacks_no_matrices_of_different_stages(monkeypatch: pytest.MonkeyPatch):
-    """The size of a batch can change the rounding of its products, so a batch must not depend on neighbouring stages."""
+    """The size of a batch changes the rounding of its products, so it must not depend on neighbouring stages."""
     batches = []
     real = newton_schulz._newton_schulz
     spy = lambda stack, *how: batches.append(len(stack)) or real(stack, *how)
