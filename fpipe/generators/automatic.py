@@ -23,9 +23,10 @@ The schedules by name are for unit costs without communication. With measured on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from math import inf
+from operator import attrgetter
 
 from ..errors import ScheduleError
 from ..schedule import Schedule
@@ -72,20 +73,29 @@ def _best(ranks: int, microbatches: int, costs: Costs, limit: float) -> list[str
         tries.append(_Run(ranks, microbatches, costs, limit, *choices))
         if tries[-1].span <= tries[-1].least_span * _ALMOST:
             break
-    return min(tries, key=lambda one: one.span).patterns
+    return min(tries, key=attrgetter("span")).patterns
 
 
 @dataclass(slots=True)
 class _Rank:
-    """The state of a rank."""
+    """The costs and the state of a rank."""
 
-    pattern: list[str]
-    forwards: list[float]  #: when each F ended
-    inwards: list[float]  #: when each I ended
+    times: dict[str, float]
+    adds: dict[str, float]  #: by op, to the memory held
+    pattern: list[str] = field(default_factory=list)
+    forwards: list[float] = field(default_factory=list)  #: when each F ended
+    inwards: list[float] = field(default_factory=list)  #: when each I ended
     clock: float = 0.0
     idle: float = 0.0  #: since its first action
     held: float = 0.0
     waiting: int = 0  #: Ws that could run
+
+    def run(self, op: str) -> None:
+        """Run an action now."""
+        self.clock += self.times[op]
+        self.held += self.adds[op]
+        self.waiting += (op == "I") - (op == "W")
+        self.pattern.append(op)
 
 
 class _Run:
@@ -95,11 +105,11 @@ class _Run:
         self, ranks: int, microbatches: int, costs: Costs, limit: float, one_more: bool, leave_out: bool
     ) -> None:
         times, memory = costs.times(ranks), costs.memory(ranks)
-        self.F, self.I, self.W = times["F"], times["I"], times["W"]
-        self.saved, self.kept = memory["F"], tuple(-freed for freed in memory["W"])
+        self.F, self.I, self.saved = times["F"], times["I"], memory["F"]
+        self.work = [microbatches * (f + i + w) for f, i, w in zip(self.F, self.I, times["W"], strict=True)]
         self.links = (*costs.links(ranks), 0.0)  #: from each rank to the next
         self.microbatches, self.limit = microbatches, limit * _ALMOST
-        self.ranks = [_Rank([], [], []) for _ in range(ranks)]
+        self.ranks = [_Rank(*({op: of[op][r] for op in "FIW"} for of in (times, memory))) for r in range(ranks)]
         self.most_idle = 0.0
         self._warm_up(self._room(limit), one_more)
         while len(self.ranks[0].inwards) < microbatches:
@@ -109,8 +119,7 @@ class _Run:
     @property
     def span(self) -> float:
         """The longest of a rank: its work and its idle time."""
-        work = (self.microbatches * (f + i + w) for f, i, w in zip(self.F, self.I, self.W, strict=True))
-        return max(busy + rank.idle for busy, rank in zip(work, self.ranks, strict=True))
+        return max(work + rank.idle for work, rank in zip(self.work, self.ranks, strict=True))
 
     @property
     def least_span(self) -> float:
@@ -118,10 +127,10 @@ class _Run:
         many as fit in memory."""
         start, back = 0.0, sum(self.F) + sum(self.links) + sum(self.I) + sum(self.links)
         spans = []
-        for f, i, w, link, saved in zip(self.F, self.I, self.W, self.links, self.saved, strict=True):
+        for work, f, i, link, saved in zip(self.work, self.F, self.I, self.links, self.saved, strict=True):
             back -= i  # I0 of this rank can start here
             room = min(self.microbatches, self.limit // saved if saved > 0 else inf)
-            spans.append(self.microbatches * (f + i + w) + max(0.0, back - start - room * f))
+            spans.append(work + max(0.0, back - start - room * f))
             start, back = start + f + link, back - link
         return max(spans)
 
@@ -142,17 +151,17 @@ class _Run:
 
     def _warm_up(self, room: list[int], one_more: bool) -> None:
         ends = self._forwards_alone(room)
-        counts = [1] * len(room)
+        count, counts = 0, []
         arrives = ends[-1][0]  # I0, at the last rank
-        for rank in range(len(room) - 1, -1, -1):
-            if rank < len(room) - 1:
-                counts[rank] = min(counts[rank + 1] + 1, room[rank])
-            while counts[rank] < room[rank] and ends[rank][counts[rank]] <= arrives * _ALMOST:
-                counts[rank] += 1
-            if one_more and counts[rank] < room[rank] and ends[rank][counts[rank] - 1] * _ALMOST < arrives:
-                counts[rank] += 1
-            arrives = max(arrives, ends[rank][counts[rank] - 1]) + self.I[rank] + self.links[rank - 1]
-        for rank, count in enumerate(counts):
+        for rank in reversed(range(len(room))):
+            count = min(count + 1, room[rank])
+            while count < room[rank] and ends[rank][count] <= arrives * _ALMOST:
+                count += 1
+            if one_more and count < room[rank] and ends[rank][count - 1] * _ALMOST < arrives:
+                count += 1
+            arrives = max(arrives, ends[rank][count - 1]) + self.I[rank] + self.links[rank - 1]
+            counts.append(count)
+        for rank, count in enumerate(reversed(counts)):
             for _ in range(count):
                 self._forward(rank)
         for rank in reversed(range(len(room))):
@@ -176,19 +185,13 @@ class _Run:
             if self._can_forward(rank) and not (leave_out and self._can_wait(rank)):
                 self._forward(rank)
         for rank in reversed(range(len(self.ranks))):
-            if self._can_inward(rank):
-                self._inward(rank)
+            self._inward(rank)
 
     # ---- questions ----------------------------------------------------------------------------------------------
     def _can_forward(self, rank: int) -> bool:
         me = self.ranks[rank]
         available = len(self.ranks[rank - 1].forwards) if rank else self.microbatches
-        return len(me.forwards) < available and me.held + self.saved[rank] - me.waiting * self.kept[rank] <= self.limit
-
-    def _can_inward(self, rank: int) -> bool:
-        me = self.ranks[rank]
-        available = me.forwards if rank == len(self.ranks) - 1 else self.ranks[rank + 1].inwards
-        return len(me.inwards) < len(available)
+        return len(me.forwards) < available and me.held + me.adds["F"] + me.waiting * me.adds["W"] <= self.limit
 
     def _can_wait(self, rank: int) -> bool:
         """Whether the next rank does without this one's F for now, and this one would not idle most for it."""
@@ -209,39 +212,28 @@ class _Run:
     def _forward(self, rank: int) -> None:
         me = self.ranks[rank]
         ready = self.ranks[rank - 1].forwards[len(me.forwards)] + self.links[rank - 1] if rank else 0.0
-        while me.waiting and me.held + self.saved[rank] > self.limit:
-            self._weight(rank)
-        self._wait(rank, ready)
-        me.clock += self.F[rank]
-        me.held += self.saved[rank]
+        while me.waiting and me.held + me.adds["F"] > self.limit:
+            me.run("W")
+        self._wait(me, ready)
+        me.run("F")
         me.forwards.append(me.clock)
-        me.pattern.append("F")
 
     def _inward(self, rank: int) -> None:
-        me, done = self.ranks[rank], len(self.ranks[rank].inwards)
-        last = rank == len(self.ranks) - 1
-        self._wait(rank, me.forwards[done] if last else self.ranks[rank + 1].inwards[done] + self.links[rank])
-        me.clock += self.I[rank]
-        me.held += self.kept[rank] - self.saved[rank]
-        me.waiting += 1
-        me.inwards.append(me.clock)
-        me.pattern.append("I")
-
-    def _weight(self, rank: int) -> None:
+        """The next I, if what it needs is there."""
         me = self.ranks[rank]
-        me.clock += self.W[rank]
-        me.held -= self.kept[rank]
-        me.waiting -= 1
-        me.pattern.append("W")
+        needed = me.forwards if rank == len(self.ranks) - 1 else self.ranks[rank + 1].inwards
+        if len(me.inwards) < len(needed):
+            self._wait(me, needed[len(me.inwards)] + self.links[rank])
+            me.run("I")
+            me.inwards.append(me.clock)
 
-    def _wait(self, rank: int, ready: float) -> None:
+    def _wait(self, me: _Rank, ready: float) -> None:
         """Until ``ready``, filling the time with Ws."""
-        me = self.ranks[rank]
         if me.pattern:
-            while me.waiting and me.clock + self.W[rank] <= ready * _ALMOST:
-                self._weight(rank)
+            while me.waiting and me.clock + me.times["W"] <= ready * _ALMOST:
+                me.run("W")
             if me.waiting and ready - me.clock > (self.most_idle - me.idle) * _ALMOST and ready > me.clock * _ALMOST:
-                self._weight(rank)
+                me.run("W")
             me.idle += max(0.0, ready - me.clock)
             self.most_idle = max(self.most_idle, me.idle)
         me.clock = max(me.clock, ready)

@@ -19,12 +19,16 @@ parameters are needed only twice, which suits sharded ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from ..schedule import Schedule
-from ..schedules.actions import Op
+from ..schedules.actions import Op, Row
 from ..schedules.placement import Placement
+from .one_f_one_b import one_forward_one_backward
 from .patterns import deal, evenly, tape
+
+_Order: TypeAlias = Sequence[tuple[int, int]]  #: of (chunk, microbatch)
 
 
 def by_groups(
@@ -41,16 +45,17 @@ def by_groups(
     """
     chunks, groups = stages // ranks, evenly(range(microbatches), max(1, microbatches // ranks))
     order = [(c, m) for group in groups for c in range(chunks) for m in group]
-    total, ahead = len(order), (chunks - 1) * len(groups[0])
-    batches = [m for _, m in order]
-    backwards: tuple[Op, ...] = ("B", "I", "W")
-    rows = []
-    for rank in range(ranks):
-        down = [c * ranks + rank for c, _ in order]
-        up = [(chunks - 1 - c) * ranks + rank for c, _ in order]
-        hand = {"F": tape(down, "F", batches), **{op: tape(up, op, batches) for op in backwards}}
-        rows.append(deal(pattern(rank, total, ahead), hand))
+    back = [(chunks - 1 - c, m) for c, m in order]
+    ahead = (chunks - 1) * len(groups[0])
+    rows = [_row(pattern(rank, len(order), ahead), rank, ranks, order, back) for rank in range(ranks)]
     return Schedule(tuple(rows), Placement.loop(ranks, chunks), microbatches, name)
+
+
+def _row(pattern: str, rank: int, ranks: int, order: _Order, back: _Order) -> Row:
+    """A rank's row: forwards in one order of (chunk, microbatch), backwards in another."""
+    orders: dict[Op, _Order] = {"F": order, "B": back, "I": back, "W": back}
+    tapes = {op: tape([c * ranks + rank for c, _ in o], op, [m for _, m in o]) for op, o in orders.items()}
+    return deal(pattern, tapes)
 
 
 def make_interleaved_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -60,11 +65,7 @@ def make_interleaved_one_f_one_b(ranks: int, microbatches: int, stages: int) -> 
     [0F0, 0F1, 2F0, 2F1, 2B0, 2B1, 0B0, 0B1]
     [1F0, 1F1, 3F0, 3B0, 3F1, 3B1, 1B0, 1B1]
     """
-
-    def pattern(rank: int, total: int, ahead: int) -> str:
-        first = min(total, 2 * (ranks - rank - 1) + ahead)
-        return "F" * first + "FB" * (total - first) + "B" * first
-
+    pattern = lambda rank, total, ahead: one_forward_one_backward(total, 2 * (ranks - rank) - 1 + ahead)
     return by_groups("Interleaved1F1B", pattern, ranks, microbatches, stages)
 
 
@@ -77,10 +78,6 @@ def make_looped_bfs(ranks: int, microbatches: int, stages: int) -> Schedule:
     """
     chunks = stages // ranks
     order = [(c, m) for c in range(chunks) for m in range(microbatches)]
-    batches = [m for _, m in order]
-    rows = []
-    for rank in range(ranks):
-        down = [c * ranks + rank for c, _ in order]
-        both = {"F": tape(down, "F", batches), "B": tape(down[::-1], "B", batches[::-1])}
-        rows.append(deal("F" * len(order) + "B" * len(order), both))
+    pattern = "F" * len(order) + "B" * len(order)
+    rows = [_row(pattern, rank, ranks, order, order[::-1]) for rank in range(ranks)]
     return Schedule(tuple(rows), Placement.loop(ranks, chunks), microbatches, "LoopedBFS")

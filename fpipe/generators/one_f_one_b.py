@@ -24,8 +24,7 @@ that one's communication can run beside the other's computation:
 from __future__ import annotations
 
 from ..schedule import Schedule
-from ..schedules.placement import Placement
-from .patterns import deal, fused, one_a_rank, tape
+from .patterns import one_a_rank
 
 
 def make_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
@@ -35,7 +34,7 @@ def make_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedule:
     [0F0, 0F1, 0B0, 0F2, 0B1, 0B2]
     [1F0, 1B0, 1F1, 1B1, 1F2, 1B2]
     """
-    patterns = [_pattern(microbatches, ranks - rank) for rank in range(ranks)]
+    patterns = [one_forward_one_backward(microbatches, ranks - rank) for rank in range(ranks)]
     return one_a_rank("1F1B", patterns, microbatches, stages)
 
 
@@ -46,7 +45,7 @@ def make_eager_one_f_one_b(ranks: int, microbatches: int, stages: int) -> Schedu
     [0F0, 0F1, 0F2, 0B0, 0F3, 0B1, 0B2, 0B3]
     [1F0, 1B0, 1F1, 1B1, 1F2, 1B2, 1F3, 1B3]
     """
-    patterns = [_pattern(microbatches, 2 * (ranks - rank) - 1) for rank in range(ranks)]
+    patterns = [one_forward_one_backward(microbatches, 2 * (ranks - rank) - 1) for rank in range(ranks)]
     return one_a_rank("Eager1F1B", patterns, microbatches, stages)
 
 
@@ -57,15 +56,16 @@ def make_overlapped_one_f_one_b(ranks: int, microbatches: int, stages: int) -> S
     [0F0, 0F1, 0F2, (0F3;0B0)OVERLAP_F_B, 0B1, 0B2, 0B3]
     [1F0, (1F1;1B0)OVERLAP_F_B, (1F2;1B1)OVERLAP_F_B, (1F3;1B2)OVERLAP_F_B, 1B3]
     """
-    rows = []
-    for rank in range(ranks):
-        first = min(microbatches, 2 * (ranks - rank) - 1)
-        forward, backward = tape(rank, "F", range(microbatches)), tape(rank, "B", range(microbatches))
-        pattern = "F" * first + "X" * (microbatches - first) + "B" * first
-        rows.append(deal(pattern, {"F": forward, "X": fused(forward, backward), "B": backward}))
-    return Schedule(tuple(rows), Placement.loop(ranks), microbatches, "Overlapped1F1B")
+    firsts = [min(microbatches, 2 * (ranks - rank) - 1) for rank in range(ranks)]
+    patterns = ["F" * first + "X" * (microbatches - first) + "B" * first for first in firsts]
+    return one_a_rank("Overlapped1F1B", patterns, microbatches, stages)
 
 
-def _pattern(microbatches: int, warm_up: int) -> str:
+def one_forward_one_backward(microbatches: int, warm_up: int) -> str:
+    """The pattern of a rank that runs B, F, B, F, ... after its first forwards.
+
+    >>> one_forward_one_backward(4, warm_up=2)
+    'FFBFBFBB'
+    """
     first = min(microbatches, warm_up)
     return "F" * first + "BF" * (microbatches - first) + "B" * first

@@ -34,13 +34,15 @@ def tape(stage: int | Iterable[int], op: Op, microbatches: Iterable[int]) -> Ite
 
 
 def tapes(stage: int, microbatches: int, *, small: bool = False) -> dict[str, Tape]:
-    """One tape an op, each counting its own microbatches from 0.
+    """One tape an op, each counting its own microbatches from 0, and X, which fuses the next F and B.
 
-    >>> deal("FFBFBB", tapes(0, 3))
-    (0F0, 0F1, 0B0, 0F2, 0B1, 0B2)
+    >>> deal("FFBFBB", tapes(0, 3)), deal("FXB", tapes(0, 2))
+    ((0F0, 0F1, 0B0, 0F2, 0B1, 0B2), (0F0, (0F1;0B0)OVERLAP_F_B, 0B1))
     """
     ops: Sequence[Op] = ("F", "B", "I", "W")
-    return {op.lower() if small else op: tape(stage, op, range(microbatches)) for op in ops}
+    by_op = {op: tape(stage, op, range(microbatches)) for op in ops}
+    by_letter: dict[str, Tape] = {**by_op, "X": fused(by_op["F"], by_op["B"])}
+    return {letter.lower() if small else letter: tape for letter, tape in by_letter.items()}
 
 
 def fused(*sources: Iterable[Action]) -> Iterator[Fused]:

@@ -58,10 +58,5 @@ def make_interleaved_zero_bubble(ranks: int, microbatches: int, stages: int) -> 
     [0F0, 0F1, 2F0, 2F1, 2I0, 2W0, 2I1, 2W1, 0I0, 0W0, 0I1, 0W1]
     [1F0, 1F1, 3F0, 3I0, 3F1, 3I1, 3W0, 1I0, 3W1, 1I1, 1W0, 1W1]
     """
-
-    def pattern(rank: int, total: int, ahead: int) -> str:
-        first = min(total, ranks - rank - 1 + ahead)
-        steps = ["F" * (b < total - first) + "I" + "W" * (b >= rank) for b in range(total)]
-        return "F" * first + "".join(steps) + "W" * min(rank, total)
-
+    pattern = lambda rank, total, ahead: _pattern(total, ranks - rank + ahead, lag=rank)
     return by_groups("InterleavedZeroBubble", pattern, ranks, microbatches, stages)
