@@ -28,14 +28,9 @@ _TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of mallopt(3)
 
 
 def launch(
-    fn: Callable[..., Any],
-    *args: Any,
-    ranks: int,
-    timeout: float | None = None,
-    start: str | None = None,
-    env: dict[str, str] | None = None,
-    on: str = "processes",
-) -> list[Any]:
+    fn: Callable[..., Any], *args: Any, ranks: int, timeout: float | None = None, start: str | None = None,
+    env: dict[str, str] | None = None, on: str = "processes",
+) -> list[Any]:  # fmt: skip
     """Run ``fn(*args)`` on ``ranks`` processes of this machine and return the results by rank.
 
     Inside, ``fpipe.init()`` connects the ranks. The results must be picklable. ``start`` is a start method of
@@ -90,9 +85,9 @@ class _Child(NamedTuple):
             self.process.join(GRACE)
             code = self.process.exitcode
             how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-            return Report(how=how, when=time.time())
+            return Report(how=how)
         except Exception as error:  # its result or exception cannot be unpickled in this process
-            return Report(text=f"its result cannot be read here: {error!r}", when=time.time())
+            return Report(text=f"its result cannot be read here: {error!r}")
 
 
 def _context(start: str | None, fn: Callable[..., Any]) -> Any:

@@ -12,7 +12,7 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..errors import LaunchError, PeerError, StalledError
@@ -21,14 +21,14 @@ Handle = TypeVar("Handle")
 GRACE = 2.0  #: seconds for the other ranks to report after a failure, and then to end when asked
 
 
-@dataclass
+@dataclass(frozen=True)
 class Report:
     """Of one rank: its result, or its exception with the traceback as text; the time; how the process ended, if so."""
 
     ok: bool = False
     value: Any = None
     text: str = ""
-    when: float = 0.0
+    when: float = field(default_factory=time.time)
     how: str = ""
 
 
@@ -63,7 +63,6 @@ def call(fn: Callable[[], Any], rank: int, dumps: Callable[[Any], bytes] = pickl
         report = Report(ok=True, value=fn())
     except BaseException as error:
         report = Report(value=error, text=traceback.format_exc())
-    report.when = time.time()
     try:
         raw = dumps(report)
         pickle.loads(raw)
@@ -74,11 +73,9 @@ def call(fn: Callable[[], Any], rank: int, dumps: Callable[[Any], bytes] = pickl
 
 
 def collect(
-    handles: Sequence[Handle],
-    wait: Callable[[list[Handle], float | None], Iterable[Any]],
-    read: Callable[[Any], Report],
-    timeout: float | None,
-) -> dict[int, Report]:
+    handles: Sequence[Handle], wait: Callable[[list[Handle], float | None], Iterable[Any]],
+    read: Callable[[Any], Report], timeout: float | None,
+) -> dict[int, Report]:  # fmt: skip
     """The reports by rank; after a failure, the other ranks have ``GRACE`` seconds to report theirs.
 
     ``wait(handles, seconds)`` returns the handles of those that have reported, and ``read(handle)`` the report.

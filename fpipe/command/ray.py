@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -122,6 +121,6 @@ def _read(ray: Any, ref: Any) -> Report:
     try:
         return pickle.loads(ray.get(ref))
     except ray.exceptions.RayActorError as error:
-        return Report(how=f"the death of its actor ({str(error).strip().splitlines()[0]})", when=time.time())
+        return Report(how=f"the death of its actor ({str(error).strip().splitlines()[0]})")
     except ray.exceptions.RayError as error:
-        return Report(text=str(error), when=time.time())
+        return Report(text=str(error))

@@ -8,14 +8,5 @@ from .current import Memory, default_attention, distrusted, memory, pick, seed, 
 from .kinds import KINDS, DeviceKind, kind
 
 __all__ = [
-    "KINDS",
-    "DeviceKind",
-    "Memory",
-    "default_attention",
-    "distrusted",
-    "kind",
-    "memory",
-    "pick",
-    "seed",
-    "synchronize",
-]
+    "KINDS", "DeviceKind", "Memory", "default_attention", "distrusted", "kind", "memory", "pick", "seed", "synchronize",
+]  # fmt: skip

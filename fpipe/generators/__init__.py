@@ -18,13 +18,6 @@ from .catalogue import (
 )
 
 __all__ = [
-    "Source",
-    "about_schedule",
-    "is_path",
-    "make_schedule",
-    "read_schedule",
-    "register_schedule",
-    "schedule_from",
-    "schedule_names",
-    "unregister_schedule",
-]
+    "Source", "about_schedule", "is_path", "make_schedule", "read_schedule", "register_schedule", "schedule_from",
+    "schedule_names", "unregister_schedule",
+]  # fmt: skip

@@ -48,13 +48,9 @@ class Inspection(NamedTuple):
 
 
 def check_rows(
-    rows: Sequence[Row],
-    placement: Placement,
-    microbatches: int,
-    *,
-    training: bool = True,
+    rows: Sequence[Row], placement: Placement, microbatches: int, *, training: bool = True,
     inspected: Inspection | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Raise ScheduleError at the first broken rule. ``training=False`` requires F alone.
 
     ``inspected`` is the result of :func:`inspect_rows` for these rows, if it is known.

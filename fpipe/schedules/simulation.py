@@ -32,14 +32,9 @@ class _Step(NamedTuple):
 
 
 def simulate_rows(
-    rows: tuple[Row, ...],
-    placement: Placement,
-    microbatches: int,
-    costs: Costs,
-    *,
-    name: str = "",
+    rows: tuple[Row, ...], placement: Placement, microbatches: int, costs: Costs, *, name: str = "",
     walked: Walk | None = None,
-) -> Timeline:
+) -> Timeline:  # fmt: skip
     """The timeline of these rows. ``walked`` is their walk, if it is known; then they have been checked.
 
     >>> rows = ((Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "F", 0), Action(1, "B", 0)))

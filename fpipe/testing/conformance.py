@@ -125,9 +125,8 @@ def large_and_small_travel_together(group: Group, rank: int) -> Steps:
 
 def empty_messages_arrive(group: Group, rank: int) -> Steps:
     """A message without tensors, and one of empty tensors."""
-    yield from _around(
-        group, rank, "an empty message", lambda *_: (), lambda _, device: (torch.zeros(0, 3, device=device),)
-    )
+    empty = lambda _, device: (torch.zeros(0, 3, device=device),)
+    yield from _around(group, rank, "an empty message", lambda *_: (), empty)
 
 
 def a_rank_sends_to_itself(group: Group, rank: int) -> Steps:
@@ -315,27 +314,16 @@ def undefined_reductions_are_refused(group: Group, rank: int) -> None:
 
 
 CASES: tuple[Case, ...] = (
-    attributes_are_consistent,
-    messages_keep_their_order,
-    every_dtype_and_layout_arrives,
-    large_and_small_travel_together,
-    empty_messages_arrive,
-    a_rank_sends_to_itself,
-    many_are_under_way,
-    mismatches_are_not_sent,
-    endpoints_carry_a_plan,
-    sends_are_settled,
-    every_rank_can_share,
-    objects_are_gathered,
-    reductions_are_right,
-    started_collectives_are_right,
-    undefined_reductions_are_refused,
-)
+    attributes_are_consistent, messages_keep_their_order, every_dtype_and_layout_arrives,
+    large_and_small_travel_together, empty_messages_arrive, a_rank_sends_to_itself, many_are_under_way,
+    mismatches_are_not_sent, endpoints_carry_a_plan, sends_are_settled, every_rank_can_share, objects_are_gathered,
+    reductions_are_right, started_collectives_are_right, undefined_reductions_are_refused,
+)  # fmt: skip
 
 
 # ---- helpers --------------------------------------------------------------------------------------------------------
 def _specs(tensors: Sequence[Tensor]) -> tuple[Spec, ...]:
-    return tuple(Spec.of(tensor) for tensor in tensors)
+    return tuple(map(Spec.of, tensors))
 
 
 def _around(group: Group, rank: int, what: str, *messages: Callable[[int, torch.device], Sequence[Tensor]]) -> Steps:

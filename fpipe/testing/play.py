@@ -29,14 +29,9 @@ class Outcome:
 
 
 def run(
-    fn: Callable[[FakeGroup], Any],
-    ranks: int,
-    *,
-    order: str = "buffered",
-    seed: int = 0,
-    faults: Sequence[Fault] = (),
-    timeout: float = 60.0,
-) -> list[Any]:
+    fn: Callable[[FakeGroup], Any], ranks: int, *, order: str = "buffered", seed: int = 0,
+    faults: Sequence[Fault] = (), timeout: float = 60.0,
+) -> list[Any]:  # fmt: skip
     """Run ``fn(group)`` on fake ranks in this process; the results by rank.
 
     One rank runs at a time, and the next one is drawn from ``seed``: the same seed gives the same run. The first error
@@ -70,14 +65,9 @@ def _cause_first(outcome: Outcome) -> tuple[bool, int]:
 
 
 def outcomes(
-    fn: Callable[[FakeGroup], Any],
-    ranks: int,
-    *,
-    order: str = "buffered",
-    seed: int = 0,
-    faults: Sequence[Fault] = (),
-    timeout: float = 60.0,
-) -> list[Outcome]:
+    fn: Callable[[FakeGroup], Any], ranks: int, *, order: str = "buffered", seed: int = 0,
+    faults: Sequence[Fault] = (), timeout: float = 60.0,
+) -> list[Outcome]:  # fmt: skip
     """As :func:`run`, but every rank runs to its end; how each ended, by rank.
 
     >>> from fpipe.testing import Kill

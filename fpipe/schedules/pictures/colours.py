@@ -20,12 +20,7 @@ RAMPS: dict[str, tuple[str, str]] = {
 }
 
 #: op -> its name in the legend
-NAMES: dict[str, str] = {
-    "F": "forward",
-    "B": "backward",
-    "I": "input gradient",
-    "W": "weight gradient",
-}
+NAMES: dict[str, str] = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 PAPER, INK, FAINT, LINE, IDLE = "#ffffff", "#1d2733", "#66717f", "#d5dae1", "#f1f3f6"
 
