@@ -109,7 +109,10 @@ class _Run:
         self.work = [microbatches * (f + i + w) for f, i, w in zip(self.F, self.I, times["W"], strict=True)]
         self.links = (*costs.links(ranks), 0.0)  #: from each rank to the next
         self.microbatches, self.limit = microbatches, limit * _ALMOST
-        self.ranks = [_Rank(*({op: of[op][r] for op in "FIW"} for of in (times, memory))) for r in range(ranks)]
+        self.ranks = [
+            _Rank({op: times[op][rank] for op in "FIW"}, {op: memory[op][rank] for op in "FIW"})
+            for rank in range(ranks)
+        ]
         self.most_idle = 0.0
         self._warm_up(self._room(limit), one_more)
         while len(self.ranks[0].inwards) < microbatches:
