@@ -100,23 +100,20 @@ class Builder:
     def emit(self, parts: Sequence[Action], pieces: Sequence[Piece]) -> None:
         """Emit the pieces of an action's parts in this order, what is sent after each, and the end of each part."""
         sends = [(part, leaving) for part in parts for leaving in self._leaving(part)]
-        left = [0] * len(parts)
-        for piece in pieces:
-            left[piece[0]] += 1
-        empty = [part for part, count in zip(parts, left, strict=True) if not count]
+        last = {line: place for place, (line, *_) in enumerate(pieces, 1)}
         if sends and not sends[0][1].computed and parts[0].op != "F":  # cotangents that the caller passes are there
             sends = self._send(sends)
         for place, (line, part, own, stage, program) in enumerate(pieces, 1):
             self.run(part, own, program, stage)
             if sends:
                 sends = self._send(sends, place == len(pieces))
-            left[line] -= 1
-            if not left[line]:
+            if place == last[line]:
                 self.end(part)
         if sends:
             self._send(sends, True)
-        for part in empty:
-            self.end(part)
+        for line, part in enumerate(parts):
+            if line not in last:
+                self.end(part)
 
     def _leaving(self, part: Action) -> Sequence[_Leaving]:
         stage, op, mb = part
@@ -127,22 +124,13 @@ class Builder:
         if known is None:
             fact = "F" if op == "F" else "I"
             stages = (stage,) if op == "F" or stage < self.job.stages - 1 else (stage + 1, stage)
-            going = [(of, self.messages.outgoing(of, fact, mb)) for of in stages]
-            known = self._leaves[memo] = [
-                _Leaving(
-                    of,
-                    fact,
-                    tuple(
-                        out.source
-                        for _, outs in peers
-                        for out in outs
-                        if not isinstance(out.source, (BatchLeaf, OutputCotangent))
-                    ),
-                    frozenset(rank for rank, _ in peers),
-                )
-                for of, peers in going
-                if peers
-            ]
+            leaving = []
+            for of in stages:
+                peers = self.messages.outgoing(of, fact, mb)
+                sources = [out.source for _, outs in peers for out in outs]
+                computed = tuple(s for s in sources if not isinstance(s, (BatchLeaf, OutputCotangent)))
+                leaving += [_Leaving(of, fact, computed, frozenset(rank for rank, _ in peers))] if peers else []
+            known = self._leaves[memo] = leaving
         return known
 
     def _send(self, sends: list[tuple[Action, _Leaving]], every: bool = False) -> list[tuple[Action, _Leaving]]:

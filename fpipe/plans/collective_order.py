@@ -69,15 +69,12 @@ def lower_together(inputs: Mapping[int, LoweringInput]) -> dict[int, Plan]:
 
 def _measure_links(inputs: Mapping[int, LoweringInput]) -> None:
     """Have the members of each communicator measure it, once, where something is woven around it."""
-    largest = {
-        c.members: c
-        for c in sorted(
-            (c for source in inputs.values() if source.overlap.how == "weave" for kind in source.kinds
-             for programs in kind.programs.values() if not programs.compiled
-             for program in (programs.f, programs.b) for c in collectives_of(program)),
-            key=lambda c: c.nbytes,
-        )
-    }  # fmt: skip
+    started = (
+        c for source in inputs.values() if source.overlap.how == "weave" for kind in source.kinds
+        for programs in kind.programs.values() if not programs.compiled
+        for program in (programs.f, programs.b) for c in collectives_of(program)
+    )  # fmt: skip
+    largest = {c.members: c for c in sorted(started, key=lambda c: c.nbytes)}
     for name, collective in sorted(largest.items()):
         reports = gather_members(name, (name in LINKS, collective.nbytes))
         if reports is None or all(known for known, _ in reports):

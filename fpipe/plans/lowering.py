@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 from ..schedules.actions import AnyAction, Fused, plain
 from .builder import Builder, input_gradients_of, outputs_of
@@ -23,16 +22,10 @@ from .weaving.fused import act_jointly, starts_collectives, woven_pieces
 
 def lower(job: LoweringInput, rank: int) -> Plan:
     """The plan of one rank; lowering creates no reference cycles, so the garbage collector is paused."""
-    with _paused_collector():
-        return _lower(job, rank)
-
-
-@contextmanager
-def _paused_collector() -> Iterator[None]:
     enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        return _lower(job, rank)
     finally:
         if enabled:
             gc.enable()
@@ -143,15 +136,14 @@ def _emit_sum(builder: Builder, number: int, group: tuple[tuple[int, int], ...])
     peers = sorted({home for _, home in places} - {rank})
     arriving = [(home, leaf, part) for peer in peers
                 for (leaf, home), part in zip(places, parts, strict=True) if home == peer]  # fmt: skip
-    receives = [
-        Step("RECV", peer=peer, number=-1 - len(out) - n, avals=(job.grad_specs[leaf],))
-        for n, (peer, leaf, _) in enumerate(arriving)
+    waits = [
+        Step("WAIT", writes=(part,), peer=peer, number=-1 - len(out) - n, avals=(job.grad_specs[leaf],))
+        for n, (peer, leaf, part) in enumerate(arriving)
     ]
-    out += receives
+    out += [wait._replace(kind="RECV", writes=()) for wait in waits]
     out += [Step("SEND", reads=(grad(*leaf),), peer=peer, avals=(job.grad_specs[leaf],))
             for peer in peers for leaf in local]  # fmt: skip
-    for step, (_, _, part) in zip(receives, arriving, strict=True):
-        out.append(step._replace(kind="WAIT", writes=(part,)))
+    out += waits
     total: Key = (GradSum(number), None)
     out.append(Step("SUM", reads=tuple(parts), writes=(total,)))
     out += [Step("SUM", reads=(total,), writes=(grad(*leaf),)) for leaf in local]

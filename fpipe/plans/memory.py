@@ -53,23 +53,19 @@ class MemoryAccount:
         self.leaving: dict[int, list[list[Hashable]]] = {}
         self.behind: dict[Hashable, _Storage] = {}
         self.held: dict[Hashable, _Storage] = {}
-        self._outputs: dict[int, tuple[_Output, ...]] = {}
-        self._excess: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._known: dict[int, tuple[tuple[_Output, ...], dict[tuple[int, ...], int]]] = {}
 
     def begin(self, key: Hashable, root: Hashable, nbytes: int) -> None:
         """Hold a value, in memory of its own or in some that is held already."""
-        if key in self.behind:
-            return
-        storage = self.held.get(root)
-        if storage is None:
-            storage = self.held[root] = _Storage(root, nbytes)
-            self.live += nbytes
-        storage.users += 1
-        self.behind[key] = storage
-
-    def share(self, key: Hashable, storage: _Storage) -> None:
-        """Hold a value in the memory of another."""
         if key not in self.behind:
+            if root not in self.held:
+                self.held[root] = _Storage(root, nbytes)
+                self.live += nbytes
+            self.share(key, self.held[root])
+
+    def share(self, key: Hashable, storage: _Storage | None) -> None:
+        """Hold a value in the memory of another; None: in memory that is not counted."""
+        if storage is not None and key not in self.behind:
             storage.users += 1
             self.behind[key] = storage
 
@@ -88,21 +84,20 @@ class MemoryAccount:
         own, program, reads, writes = step.owner, step.program, step.reads, step.writes
         assert own is not None and program is not None
         dying = self._dying(reads, ends)
-        memo = (id(program), dying)
-        beyond = self._excess.get(memo)
-        if beyond is None:
+        known = self._known.get(id(program))
+        if known is None:
+            known = self._known[id(program)] = _outputs(own, program), _EXCESS.setdefault(program, {})
+        outputs, excess = known
+        if dying not in excess:
             sizes = {program.inputs[place]: self.behind[reads[place]].nbytes for place in dying}
-            beyond = self._excess[memo] = excess(own, program, sizes)
-        during = self.live + beyond
-        outputs = self._outputs.get(id(program))
-        if outputs is None:
-            outputs = self._outputs[id(program)] = _outputs(own, program)
+            excess[dying] = _excess(own, program, sizes)
+        during = self.live + excess[dying]
         for place, source, root, nbytes in outputs:
             key = writes[place]
             if source is None:
                 self.begin(key, (key[0][0], key[1], root), nbytes)
-            elif (storage := self.behind.get(key if source < 0 else reads[source])) is not None:
-                self.share(key, storage)
+            else:
+                self.share(key, self.behind.get(key if source < 0 else reads[source]))
         return during
 
     def _dying(self, reads: Sequence[Key], ends: Sequence[int]) -> tuple[int, ...]:
@@ -120,13 +115,9 @@ class MemoryAccount:
         elif self.wired and step.kind == "RECV":
             self.begin(_buffer(step), _buffer(step), sum(map(_bytes, step.avals)))
         elif self.wired and step.kind == "SEND":
-            sends = self.leaving.setdefault(step.peer, [])
-            sent: list[Hashable] = [(key, step.peer) for key in step.reads]
-            sends.append(sent)
-            for key, left in zip(step.reads, sent, strict=True):
-                storage = self.behind.get(key)
-                if storage is not None:
-                    self.share(left, storage)
+            self.leaving.setdefault(step.peer, []).append([(key, step.peer) for key in step.reads])
+            for key in step.reads:
+                self.share((key, step.peer), self.behind.get(key))
         elif step.kind == "SETTLE":
             for sent in self.leaving[step.peer][: step.number]:
                 for key in sent:
@@ -141,7 +132,7 @@ class MemoryAccount:
             sums = step.avals or [None] * len(step.writes)
             for key, value, how, aval in zip(step.writes, step.reads, step.how, sums, strict=True):
                 storage = self.behind.get(value)
-                if how == "take" and storage is not None:
+                if how == "take":
                     self.share(key, storage)
                 elif how == "copy" and storage is not None:
                     self.begin(key, key, storage.nbytes if aval is None else _bytes(aval))
@@ -187,16 +178,8 @@ def _outputs(own: Programs, program: Program) -> tuple[_Output, ...]:
     )
 
 
-_EXCESS: WeakKeyDictionary[Program, dict[frozenset[str], int]] = WeakKeyDictionary()
-
-
-def excess(own: Programs, program: Program, dropped: dict[str, int]) -> int:
-    """The most bytes that a program holds beyond those held before it; it may free the inputs ``dropped``, by size."""
-    memo = _EXCESS.setdefault(program, {})
-    names = frozenset(dropped)
-    if names not in memo:
-        memo[names] = _excess(own, program, dropped)
-    return memo[names]
+#: What ``_excess`` returned for each program, by the places of the inputs that it may free.
+_EXCESS: WeakKeyDictionary[Program, dict[tuple[int, ...], int]] = WeakKeyDictionary()
 
 
 def _items(node: fx.Node, made: set[str]) -> tuple[list[str], int]:
@@ -211,6 +194,7 @@ def _items(node: fx.Node, made: set[str]) -> tuple[list[str], int]:
 
 
 def _excess(own: Programs, program: Program, dropped: dict[str, int]) -> int:
+    """The most bytes that a program holds beyond those held before it; it may free the inputs ``dropped``, by size."""
     last: dict[str, int] = {}
     root = {name: held.root for name, held in own.memory.items()}
     made = {n.name for n in program.nodes}
@@ -218,11 +202,11 @@ def _excess(own: Programs, program: Program, dropped: dict[str, int]) -> int:
         for used in (node.name, *(u.name for u in node.all_input_nodes)):
             last[root.get(used, used)] = index
     kept = {root.get(name, name) for name in program.outputs}
-    freed: dict[int, int] = {}
+    freed: Counter[int] = Counter()
     for base in {root.get(name, name) for name in dropped} - kept:
         size = max(nbytes for name, nbytes in dropped.items() if root.get(name, name) == base)
-        freed[last.get(base, -1)] = freed.get(last.get(base, -1), 0) + size
-    now, peak, seen = -freed.get(-1, 0), 0, set()
+        freed[last.get(base, -1)] += size
+    now, peak, seen = -freed[-1], 0, set()
     for index, node in enumerate(program.nodes):
         items, idle = _items(node, made)
         for name in (node.name, *items):
@@ -232,9 +216,9 @@ def _excess(own: Programs, program: Program, dropped: dict[str, int]) -> int:
                 now += held.nbytes
         if idle:
             now += idle
-            freed[last[node.name]] = freed.get(last[node.name], 0) + idle
+            freed[last[node.name]] += idle
         peak = max(peak, now)
-        now -= freed.get(index, 0)
+        now -= freed[index]
         for base in [b for b in seen if last[b] == index and b not in kept]:
             seen.discard(base)
             now -= own.memory[base].nbytes

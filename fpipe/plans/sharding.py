@@ -171,14 +171,9 @@ class Layout:
     def fill(self, bucket: Bucket, pieces: Sequence[Tensor]) -> Tensor:
         """Memory for the whole bucket with this process's part in it; ``pieces`` by leaf of the bucket."""
         memory = torch.empty(bucket.size, dtype=pieces[0].dtype, device=pieces[0].device)
-        mine = part_of(memory, self.part, self.parts)
-        end = 0
-        for piece, (_, first, last, at) in zip(pieces, self.pieces(bucket), strict=True):
-            if last > first:
-                mine[end:at].zero_()
-                end = at + last - first
-                mine[at:end].copy_(piece)
-        mine[end:].zero_()
+        places = (at for *_, at in self.pieces(bucket))
+        mine = [(at, piece) for at, piece in zip(places, pieces, strict=True) if len(piece)]
+        _lay(part_of(memory, self.part, self.parts), mine)
         return memory
 
     def split(self, bucket: Bucket, mine: Tensor) -> list[Tensor]:
@@ -190,19 +185,7 @@ class Layout:
         """Whole leaves of a bucket in one memory; what is missing is zero."""
         device = next(leaf.device for leaf in leaves if leaf is not None)
         memory = torch.empty(bucket.size, dtype=dtype, device=device)
-        into: list[Tensor] = []
-        given: list[Tensor] = []
-        end = 0
-        for leaf, value, start in zip(bucket.leaves, leaves, bucket.starts, strict=True):
-            if value is not None:
-                if start > end:
-                    memory[end:start].zero_()
-                end = start + self.numel(leaf)
-                into.append(memory[start:end].view(value.shape))
-                given.append(value)
-        if end < bucket.size:
-            memory[end:].zero_()
-        torch._foreach_copy_(into, given)  # pyright: ignore[reportPrivateImportUsage]
+        _lay(memory, [(start, leaf) for start, leaf in zip(bucket.starts, leaves, strict=True) if leaf is not None])
         return memory
 
     def whole(self, bucket: Bucket, memory: Tensor) -> list[Tensor]:
@@ -220,6 +203,20 @@ def _bucket(dtype: torch.dtype, trained: bool, row: Sequence[int], leaves: Seque
         starts.append(end)
         end += -(-leaves[index].numel() // grain) * grain
     return Bucket(dtype, trained, tuple(row), tuple(starts), -(-end // (grain * parts)) * grain * parts)
+
+
+def _lay(memory: Tensor, placed: Sequence[tuple[int, Tensor]]) -> None:
+    """Copy tensors to their places in flat memory, in ascending order, and zeros between them."""
+    into, end = [], 0
+    for start, tensor in placed:
+        if start > end:
+            memory[end:start].zero_()
+        end = start + tensor.numel()
+        into.append(memory[start:end].view(tensor.shape))
+    if end < len(memory):
+        memory[end:].zero_()
+    if placed:
+        torch._foreach_copy_(into, [tensor for _, tensor in placed])  # pyright: ignore[reportPrivateImportUsage]
 
 
 @dataclass(frozen=True)
@@ -329,8 +326,5 @@ class Shares:
         if not self.copies.cut:
             return list(leaves), self.copies.layout(leaves, self.flags(stage, value, frozen))
         layout = self.check(stage, leaves)
-        return self._whole(layout, leaves), layout
-
-    def _whole(self, layout: Layout, leaves: Sequence[Any]) -> list[Any]:
-        return [leaf if shape is None else torch.empty(shape, dtype=leaf.dtype, device="meta")
-                for leaf, shape in zip(leaves, layout.shapes, strict=True)]  # fmt: skip
+        pairs = zip(leaves, layout.shapes, strict=True)
+        return [leaf if s is None else torch.empty(s, dtype=leaf.dtype, device="meta") for leaf, s in pairs], layout

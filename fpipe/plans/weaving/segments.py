@@ -279,6 +279,3 @@ def _names(letter: str, pieces: list[list[fx.Node]], keys: dict[fx.Node, _Key]) 
         seen[name] += 1
         names.append(name if seen[name] == 1 else f"{name}.{seen[name]}")
     return names
-
-
-__all__ = ["Segment", "collectives_of", "microseconds", "segment", "segments_of", "whole"]

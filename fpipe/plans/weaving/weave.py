@@ -207,9 +207,7 @@ class Memory:
     def __init__(self, tasks: Sequence[Task], sizes: Mapping[Hashable, tuple[Hashable, int]]):
         nbytes: dict[Hashable, int] = {}
         computed: dict[Hashable, int] = {}  # storage -> mask of the task that computes it; 0: it is an input
-        used: dict[
-            Hashable, int
-        ] = {}  # storage -> mask of the tasks that use it; the bit after the last task: it is kept
+        used: dict[Hashable, int] = {}  # storage -> mask of the tasks that use it, and one bit more if it is kept
         read = {value for task in tasks for value in task.reads}
         for number, task in enumerate(tasks):
             for value in (*task.writes, *task.reads):
@@ -291,6 +289,3 @@ class Overlap:
             f"overlap={option!r}; give 'weave', 'sequential', a function of two parts that returns both results, or a "
             "weave as data: a list of (which program, which segment)"
         )
-
-
-__all__ = ["Entry", "Memory", "Moment", "Overlap", "Task", "Transfer", "Weave", "by_hand", "play", "woven"]
