@@ -16,23 +16,15 @@ from typing import NamedTuple
 import torch
 
 from ..errors import UnsupportedError
-from .capabilities import Capabilities, dtype_class
+from .capabilities import DTYPES, Capabilities, dtype_class
 
 OPS = ("sum", "mean", "max", "min")
 #: Backends whose average was tested to be right at every size and world size.
 AVG_ALLOWED = frozenset({("cpu", "gloo")})
 _WIDER = {
-    torch.int16: torch.int32,
-    torch.uint16: torch.int32,
-    torch.uint32: torch.int64,
-    torch.float8_e4m3fn: torch.float32,
-    torch.float8_e5m2: torch.float32,
-    torch.float8_e4m3fnuz: torch.float32,
-    torch.float8_e5m2fnuz: torch.float32,
-    torch.bool: torch.uint8,
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-}
+    torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.bool: torch.uint8,
+    **dict.fromkeys((*DTYPES["fp8"], *DTYPES["half"]), torch.float32),
+}  # fmt: skip
 
 
 class Reduction(NamedTuple):

@@ -33,14 +33,9 @@ class MeshGroup(C10dGroup):
 
 
 def init(
-    pp: int | None = None,
-    dp: int = 1,
-    tp: int = 1,
-    *,
-    device: str | torch.device | None = None,
-    backend: str | None = None,
-    timeout: float | timedelta | None = None,
-) -> MeshGroup | LocalGroup:
+    pp: int | None = None, dp: int = 1, tp: int = 1, *,
+    device: str | torch.device | None = None, backend: str | None = None, timeout: float | timedelta | None = None,
+) -> MeshGroup | LocalGroup:  # fmt: skip
     """The group of this process: one rank under torchrun, all ranks if there is one process.
 
     A pipeline has ``pp`` ranks. There are ``dp`` copies of it, and ``tp`` processes per stage, whose code calls
@@ -80,13 +75,9 @@ _GROUPS: dict[tuple[object, ...], MeshGroup] = {}
 
 
 def adopt(
-    pg: dist.ProcessGroup,
-    device: str | torch.device = "cpu",
-    *,
-    timeout: float = TIMEOUT,
-    capabilities: Capabilities | None = None,
-    purpose: str = "pp",
-) -> C10dGroup:
+    pg: dist.ProcessGroup, device: str | torch.device = "cpu", *,
+    timeout: float = TIMEOUT, capabilities: Capabilities | None = None, purpose: str = "pp",
+) -> C10dGroup:  # fmt: skip
     """A Group over an existing process group; every rank of it must call this.
 
     ``capabilities`` replace those of the table, for a backend that is not in it.

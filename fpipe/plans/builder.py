@@ -245,7 +245,7 @@ class Builder:
             target = grad(stage, index)
             into.append(target)
             values.append(self.key(own, stage, mb, name))
-            sums += [_sum_of(own.grad_avals[name], self.job.wide)] if name in own.grad_avals else []
+            sums += [sum_of(own.grad_avals[name], self.job.wide)] if name in own.grad_avals else []
             source = values[-1][0]
             zero = own.outputs.y.tensors[source.leaf] if isinstance(source, ZeroCotangent) else None
             if zero is None:
@@ -272,7 +272,7 @@ def input_gradients_of(kind: ProgramSet, mb: int) -> tuple[Key, ...]:
     return tuple([(source, mb) for source in kind.graph.input_gradients()])
 
 
-def _sum_of(aval: Aval, wide: torch.dtype | None) -> Aval:
+def sum_of(aval: Aval, wide: torch.dtype | None) -> Aval:
     """What gradients of an aval are added up in."""
     dtype = wide if wide is not None and aval.dtype.is_floating_point else aval.dtype
     return aval._replace(stride=contiguous(aval.shape), dtype=dtype)

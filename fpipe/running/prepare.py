@@ -16,16 +16,17 @@ import torch
 
 from .. import __version__, tree
 from ..errors import MismatchError, StageError
+from ..plans.builder import sum_of
 from ..plans.collective_order import lower_together
 from ..plans.plan import LoweringInput, Plan, ProgramSet
 from ..plans.sharding import Layout
-from ..plans.value_graph import Interface, ValueGraph
+from ..plans.value_graph import Interface, ValueGraph, spec_of
 from ..programs.losses import check_scalar, loss_stage
 from ..programs.stage_programs import Programs
 from ..programs.tracing import Signature, programs_of
 from ..schedule import Schedule
 from ..stage import Stage
-from ..tree import AbstractTree, Aval, Spec, contiguous
+from ..tree import AbstractTree, Aval, Spec
 from .config import Config
 from .debugging import check
 from .handshake import agree, tag_of, together
@@ -99,15 +100,14 @@ def prepare(config: Config, request: Request) -> Prepared:
         )
         for rank in group.here
     }  # fmt: skip
-    executables = {}
-    for rank, plan in lower_together(inputs).items():
-        first = 0 if copies is None else copies.part * schedule.microbatches
-        looks_at = check if request.debug else None
-        options = Options(wide=config.accumulate, check=looks_at, device=group.device(rank), first=first)
-        executables[rank] = bind(plan, group, options)
-    random = any(
-        ins.program is not None and ins.program.random for e in executables.values() for ins in e.plan.instructions
-    )
+    first = 0 if copies is None else copies.part * schedule.microbatches
+    options = Options(wide=config.accumulate, check=check if request.debug else None, first=first)
+    executables = {
+        rank: bind(plan, group, replace(options, device=group.device(rank)))
+        for rank, plan in lower_together(inputs).items()
+    }
+    programs = (ins.program for e in executables.values() for ins in e.plan.instructions)
+    random = any(program is not None and program.random for program in programs)
     return Prepared(
         request, executables, inputs, tuple(kind.interfaces for kind in traced), tuple(kind.loss for kind in traced),
         random, tag_of(facts),
@@ -272,7 +272,7 @@ def _ties(
         for stage, params in enumerate(request.params) if params is not None
         for index, leaf in enumerate(params.leaves) if isinstance(leaf, Aval)
     }  # fmt: skip
-    spec = lambda leaf: _grad_spec(leaf, config.accumulate)
+    spec = lambda leaf: spec_of(sum_of(leaf, config.accumulate))
     ranks_of = request.schedule.placement.ranks_of
     specs = {key: spec(leaf) for key, leaf in avals.items() if leaf.grad and len(ranks_of(key[0])) > 1}
     groups = tuple(_tied_leaves(names, interfaces) for names in config.tied)
@@ -302,8 +302,3 @@ def _tied_leaves(names: Sequence[str], interfaces: Sequence[Interface]) -> Leave
             )
         members.append((stage, leaves.index(rest)))
     return tuple(members)
-
-
-def _grad_spec(leaf: Aval, wide: torch.dtype | None) -> Spec:
-    dtype = wide if wide is not None and leaf.dtype.is_floating_point else leaf.dtype
-    return Spec(leaf.shape, contiguous(leaf.shape), dtype)

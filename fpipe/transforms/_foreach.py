@@ -11,10 +11,9 @@ trees, ranks or optimizers.
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -48,84 +47,75 @@ def transformed() -> Iterator[None]:
         _TRANSFORMED.reset(before)
 
 
-def _run(
-    fresh: Callable[..., Any], into: Callable[..., object], one: Callable[..., Any], inplace: bool, xs: Tensors,
-    *args: Any,
-) -> Tensors:  # fmt: skip
-    """A function of lists, as new tensors or in place; ``one`` is the same function of one tensor of each list."""
+def _run(name: str, xs: Tensors, *args: Any, inplace: bool = False, **options: Any) -> Tensors:
+    """torch's function of this name of each tensor of a list, as new tensors or in place."""
     if not xs:
         return []
     if differentiated():
         rows = [arg if isinstance(arg, (list, tuple)) else [arg] * len(xs) for arg in args]
-        return [one(*row) for row in zip(xs, *rows, strict=True)]
+        return [getattr(torch, name)(*row, **options) for row in zip(xs, *rows, strict=True)]
     if inplace:
-        into(xs, *args)
+        getattr(torch, f"_foreach_{name}_")(xs, *args, **options)
         return xs
-    return list(fresh(xs, *args))
+    return list(getattr(torch, f"_foreach_{name}")(xs, *args, **options))
 
 
 def mul(xs: Tensors, factor: float | Tensor | Sequence[float], *, inplace: bool = False) -> Tensors:
     """``x * factor``: one factor for all, or one for each."""
-    return _run(torch._foreach_mul, torch._foreach_mul_, torch.mul, inplace, xs, factor)
+    return _run("mul", xs, factor, inplace=inplace)
 
 
 def div(xs: Tensors, divisor: float, *, inplace: bool = False) -> Tensors:
     """``x / divisor``."""
-    return _run(torch._foreach_div, torch._foreach_div_, torch.div, inplace, xs, divisor)
+    return _run("div", xs, divisor, inplace=inplace)
 
 
 def add(xs: Tensors, ys: Tensors, alpha: float = 1, *, inplace: bool = False) -> Tensors:
     """``x + alpha * y``."""
-    fresh, into, one = (partial(f, alpha=alpha) for f in (torch._foreach_add, torch._foreach_add_, torch.add))
-    return _run(fresh, into, one, inplace, xs, ys)
+    return _run("add", xs, ys, inplace=inplace, alpha=alpha)
 
 
 def shift(xs: Tensors, number: float, *, inplace: bool = False) -> Tensors:
     """``x + number``."""
-    return _run(torch._foreach_add, torch._foreach_add_, torch.add, inplace, xs, number)
+    return _run("add", xs, number, inplace=inplace)
 
 
 def lerp(xs: Tensors, ys: Tensors, weight: float, *, inplace: bool = False) -> Tensors:
     """``x + weight * (y - x)``."""
-    return _run(torch._foreach_lerp, torch._foreach_lerp_, torch.lerp, inplace, xs, ys, weight)
+    return _run("lerp", xs, ys, weight, inplace=inplace)
 
 
 def addcmul(xs: Tensors, ys: Tensors, zs: Tensors, value: float, *, inplace: bool = False) -> Tensors:
     """``x + value * y * z``."""
-    one = lambda x, y, z, value: torch.addcmul(x, y, z, value=value)
-    return _run(torch._foreach_addcmul, torch._foreach_addcmul_, one, inplace, xs, ys, zs, value)
+    return _run("addcmul", xs, ys, zs, inplace=inplace, value=value)
 
 
 def addcdiv(xs: Tensors, ys: Tensors, zs: Tensors, value: float, *, inplace: bool = False) -> Tensors:
     """``x + value * y / z``."""
-    one = lambda x, y, z, value: torch.addcdiv(x, y, z, value=value)
-    return _run(torch._foreach_addcdiv, torch._foreach_addcdiv_, one, inplace, xs, ys, zs, value)
+    return _run("addcdiv", xs, ys, zs, inplace=inplace, value=value)
 
 
 def sqrt(xs: Tensors) -> Tensors:
     """Square roots."""
-    return _each(torch._foreach_sqrt, torch.sqrt, xs)
+    return _run("sqrt", xs)
 
 
 def sign(xs: Tensors) -> Tensors:
     """-1, 0 or 1."""
-    return _each(torch._foreach_sign, torch.sign, xs)
-
-
-def _each(fresh: Callable[[Tensors], Sequence[Tensor]], one: Callable[[Tensor], Tensor], xs: Tensors) -> Tensors:
-    return _run(fresh, fresh, one, False, xs)
+    return _run("sign", xs)
 
 
 def clamp(xs: Tensors, low: float, high: float) -> Tensors:
     """Into ``[low, high]``."""
-    both = lambda xs: torch._foreach_clamp_max(torch._foreach_clamp_min(xs, low), high)
-    return _each(both, lambda x: x.clamp(low, high), xs)
+    return _run("clamp_max", _run("clamp_min", xs, low), high)
 
 
 def norms(xs: Tensors, p: float) -> Tensors:
     """The p-norm of each, in float32 at least. None of them may be empty."""
-    how = {"dtype": norm_dtype(xs[0]) if xs else None}
-    return _each(lambda xs: torch._foreach_norm(xs, p, **how), lambda x: torch.linalg.vector_norm(x, p, **how), xs)
+    dtype = norm_dtype(xs[0]) if xs else None
+    if differentiated() or not xs:
+        return [torch.linalg.vector_norm(x, p, dtype=dtype) for x in xs]
+    return list(torch._foreach_norm(xs, p, dtype=dtype))
 
 
 def norm_dtype(x: Tensor) -> torch.dtype | None:

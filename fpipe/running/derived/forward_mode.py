@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -115,7 +115,7 @@ def push(fn: Function, primals: tuple[Tree, ...], tangents: tuple[Tree, ...]) ->
     ((tensor(6.), 2), (tensor(2.), None))
     """
     along = tree.flatten(primals)[1].flatten_up_to(tangents)  # type: ignore[arg-type]
-    moving = Chosen(primals, [i for i, tangent in enumerate(along) if tangent is not None])
+    moving = Chosen(primals, [tangent is not None for tangent in along])
     result: Tree = None
 
     def outputs(*leaves: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
@@ -123,22 +123,23 @@ def push(fn: Function, primals: tuple[Tree, ...], tangents: tuple[Tree, ...]) ->
         nonlocal result
         result = fn(*moving.around(leaves))
         flat = tree.leaves(result)
-        others = (leaf for leaf in flat if tree.is_tensor(leaf) and not tree.is_floating(leaf))
-        return tuple(filter(tree.is_floating, flat)), tuple(others)
+        return tuple(filter(tree.is_floating, flat)), tuple(filter(_without_tangent, flat))
 
     # of the fused kernels of attention none has a rule for forward mode
     with sdpa_kernel(SDPBackend.MATH), PlainNormalizations():
         if moving.leaves:
             changes = tuple(tangent for tangent in along if tangent is not None)
-            results: Any = torch.func.jvp(outputs, tuple(moving.leaves), changes, has_aux=True)
-            ys, dys, others = results
+            ys, dys, others = cast(Any, torch.func.jvp(outputs, tuple(moving.leaves), changes, has_aux=True))
         else:
             ys, others = outputs()
             dys = tuple(torch.zeros_like(y) for y in ys)
-    flat = tree.leaves(result)
-    floating = Chosen(result, [i for i, leaf in enumerate(flat) if tree.is_floating(leaf)])
-    rest = [i for i, leaf in enumerate(flat) if tree.is_tensor(leaf) and not tree.is_floating(leaf)]
-    return Chosen(floating.around(ys), rest).around(others), floating.around(dys, None)
+    floating = Chosen(result, tree.is_floating)
+    return Chosen(floating.around(ys), _without_tangent).around(others), floating.around(dys, None)
+
+
+def _without_tangent(leaf: Any) -> bool:
+    """Whether a leaf is a tensor that cannot have a tangent."""
+    return tree.is_tensor(leaf) and not tree.is_floating(leaf)
 
 
 def _dual_stage(stage: Stage) -> Stage:
@@ -228,9 +229,8 @@ def _tangent(value: Tree, along: Tree, what: str) -> Tree:
 
 def _unfrozen(pipe: Pipeline, stage: int, grad: Tree) -> Tree:
     """The gradient of a stage with None for frozen leaves."""
-    leaves, spec = tree.flatten(grad)
-    trained = pipe.config.trained(stage, grad)
-    return tree.unflatten(spec, [leaf if flag else None for leaf, flag in zip(leaves, trained, strict=True)])
+    trained = Chosen(grad, pipe.config.trained(stage, grad))
+    return trained.around(trained.leaves, None)
 
 
 def _parted(outputs: Tree) -> tuple[Tree, Tree]:

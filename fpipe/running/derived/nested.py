@@ -61,8 +61,7 @@ def value_and_grad(call: Call, x: Tree) -> tuple[Tree, tuple[Tree, ...]]:
     leaves = tree.leaves((call.params, parts))
     trained = [0 in call.wanted and flag for s, part in enumerate(call.params) for flag in call.config.trained(s, part)]
     flags = trained + [1 in call.wanted] * (len(leaves) - len(trained))
-    live = [i for i, (flag, leaf) in enumerate(zip(flags, leaves, strict=True)) if flag and tree.is_floating(leaf)]
-
+    live = [flag and tree.is_floating(leaf) for leaf, flag in zip(leaves, flags, strict=True)]
     chosen = Chosen((call.params, parts), live)
 
     def value(*tensors: torch.Tensor) -> Tree:
@@ -70,7 +69,7 @@ def value_and_grad(call: Call, x: Tree) -> tuple[Tree, tuple[Tree, ...]]:
         batch = Microbatches(batch) if isinstance(x, Microbatches) else batch
         return forward(replace(call, params=params, x=Parts(batch, call.number, "x")))
 
-    where = tuple(range(len(live)))
+    where = tuple(range(len(chosen.leaves)))
     grads, out = torch.func.grad_and_value(value, where, has_aux=call.has_aux)(*chosen.leaves)
     scaled = grads if call.loss_scale is None else [grad * call.loss_scale for grad in grads]
     dp, dx = chosen.around(scaled, None)

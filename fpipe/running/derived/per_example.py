@@ -115,9 +115,8 @@ def _variant(config: Config, probing: bool) -> Pipeline:
     """The pipeline whose stages take one row at a time, and pass on a number for each row."""
     assert config.loss is not None
     functions = tuple(_by_row(config, s, probing) for s in range(config.stages))
-    return Pipeline(
-        replace(config, functions=functions, loss=_row_loss(as_stage(config.loss), probing), reduction="sum")
-    )
+    loss = _row_loss(as_stage(config.loss), probing)
+    return Pipeline(replace(config, functions=functions, loss=loss, reduction="sum"))
 
 
 def _with_numbers(
@@ -156,9 +155,7 @@ def _by_row(config: Config, number: int, probing: bool) -> Stage:
         def call(p: Tree, triple: Tree, **side: Tree) -> Tree:
             x, numbers, more = triple
             trained = zip(tree.leaves(p), config.trained(number, p), strict=True)
-            chosen = Chosen(
-                p, [i for i, (leaf, flag) in enumerate(trained) if probing and flag and tree.is_floating(leaf)]
-            )
+            chosen = Chosen(p, [probing and flag and tree.is_floating(leaf) for leaf, flag in trained])
             rows: Sequence[Tensor] = ()
             if chosen.leaves:
                 numbers, *rows = _Probe.apply(numbers, *(leaf.detach() for leaf in chosen.leaves))  # type: ignore[misc]
@@ -195,7 +192,7 @@ def _row_loss(loss: Stage, probing: bool) -> Stage:
 
 def _over_rows(fn: Callable[[Sequence[Tensor], Tree], Tree], apart: Sequence[Tensor], batch: Tree) -> Tree:
     """``fn(values, row)`` for each row of a batch, itself a batch of one; ``apart`` has one value for each row."""
-    rows = Chosen(batch, [i for i, leaf in enumerate(tree.leaves(batch)) if tree.is_tensor(leaf)])
+    rows = Chosen(batch, tree.is_tensor)
     result: Tree = None
 
     def one(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -205,5 +202,4 @@ def _over_rows(fn: Callable[[Sequence[Tensor], Tree], Tree], apart: Sequence[Ten
         return tuple(filter(tree.is_tensor, tree.leaves(result)))
 
     outputs = torch.vmap(one, 0, randomness="different")(*apart, *rows.leaves)
-    tensors = [i for i, leaf in enumerate(tree.leaves(result)) if tree.is_tensor(leaf)]
-    return Chosen(result, tensors).around(outputs)
+    return Chosen(result, tree.is_tensor).around(outputs)

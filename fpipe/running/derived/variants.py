@@ -34,17 +34,18 @@ def _with_sides_of(call: Function, fn: Function) -> Function:
 
 
 class Chosen:
-    """Some leaves of a tree: ``leaves``, and the tree ``around`` others in their place.
+    """Some leaves of a tree, by a predicate or a flag for each leaf: ``leaves``, and the tree ``around`` others.
 
-    >>> chosen = Chosen({"a": 1, "b": 2}, [1])
+    >>> chosen = Chosen({"a": 1, "b": 2}, [False, True])
     >>> chosen.leaves, chosen.around([5])
     ([2], {'a': 1, 'b': 5})
     """
 
-    def __init__(self, value: Tree, indices: Sequence[int]):
+    def __init__(self, value: Tree, chosen: Callable[[Any], bool] | Sequence[bool]):
         self._all, self._spec = tree.flatten(value)
-        self._indices = indices
-        self.leaves: list[Any] = [self._all[i] for i in indices]
+        flags = map(chosen, self._all) if callable(chosen) else chosen
+        self._indices = [i for i, (_, flag) in enumerate(zip(self._all, flags, strict=True)) if flag]
+        self.leaves: list[Any] = [self._all[i] for i in self._indices]
 
     def around(self, leaves: Sequence[Any], rest: Any = ...) -> Tree:
         """The tree with other leaves in place of the chosen ones; and ``rest`` in place of all others."""
