@@ -120,11 +120,8 @@ class FaultMonitor:
         """Ranks that reported no failure and do not respond: stopped, or gone with a connection still open."""
         before = {rank: self.journal.last(rank) for rank in range(self.size) if rank != self.rank}
         time.sleep(1.6 * BEAT)
-        return frozenset(
-            rank
-            for rank, last in before.items()
-            if last is not None and self.journal.failure(rank) is None and self.journal.last(rank) == last
-        )
+        same = (rank for rank, last in before.items() if last is not None and self.journal.last(rank) == last)
+        return frozenset(rank for rank in same if self.journal.failure(rank) is None)
 
     def _trail(self, peer: int, gone: bool, silent: frozenset[int]) -> _Trail:
         """From rank to rank, each stopped by the next, to the first cause."""

@@ -80,13 +80,9 @@ class _Forward(NamedTuple):
 
     def crossing(self, index: int) -> list[fx.Node]:
         """The values computed before piece ``index`` and used in it or later, in the order of computation."""
-        return [
-            node
-            for node in (self.x, *self.nodes)
-            if node not in self.repeated
-            and self.piece_of[node] < index
-            and any(user not in self.repeated and self.piece_of[user] >= index for user in node.users)
-        ]
+        later = {node for node in (*self.nodes, self.output) if self.piece_of[node] >= index} - self.repeated
+        before = (node for node in (self.x, *self.nodes) if self.piece_of[node] < index)
+        return [node for node in before if node not in self.repeated and not later.isdisjoint(node.users)]
 
 
 def _forward(graph: fx.Graph, cuts: Sequence[str]) -> _Forward:
@@ -173,11 +169,8 @@ def _piece(forward: _Forward, index: int) -> Piece:
 
 def _forward_graph(module: nn.Module, cuts: Sequence[str], side: Sequence[str]) -> fx.Graph:
     """Record a forward; its placeholders are the first argument and those that ``side`` names or have no default."""
-    inputs = [
-        p
-        for p in inspect.signature(module.forward).parameters.values()
-        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
+    arguments = inspect.signature(module.forward).parameters.values()
+    inputs = [p for p in arguments if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     unknown = set(side) - {p.name for p in inputs[1:]}
     if unknown or not inputs:
         raise StageError(

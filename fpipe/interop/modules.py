@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import combinations, pairwise
+from typing import TypeAlias
 
 import torch
 from torch import fx, nn
@@ -17,6 +18,9 @@ from ..errors import StageError
 from ..stage import Stage
 from ._pieces import pieces
 from ._pure import Pure, claims, clone, running
+
+#: By stage, tensors by name; None for a stage on another process, and for a tensor that is left as it is.
+ByStage: TypeAlias = Sequence[Mapping[str, torch.Tensor | None] | None]
 
 
 def from_module(
@@ -73,11 +77,7 @@ def _state_of(graphs: Iterable[nn.Module], names: Sequence[str], changing: Set[s
     return state
 
 
-def to_module(
-    model: nn.Module,
-    params: Sequence[Mapping[str, torch.Tensor | None] | None],
-    state: Sequence[Mapping[str, torch.Tensor | None] | None] | None = None,
-) -> nn.Module:
+def to_module(model: nn.Module, params: ByStage, state: ByStage | None = None) -> nn.Module:
     """Write stage parameters (and state) back into a module, by name; returns the module.
 
     Args:

@@ -74,21 +74,16 @@ def skip_nonfinite(*, over: Over | None = None) -> Transform:
     (None, 1)
     """
 
-    def kept(state: SkipState) -> SkipState:
-        return SkipState(state.skipped, torch.zeros_like(state.in_a_row))
+    kept = lambda state: SkipState(state.skipped, torch.zeros_like(state.in_a_row))
 
     def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
         if all_finite(grads, over):
             return grads, kept(state)
         return None, SkipState(state.skipped + 1, state.in_a_row + 1)
 
-    def measure(grads: Updates) -> Tensor:
-        return _bad(grads, board_device(grads, over))
-
-    def confirm(total: Tensor, state: State) -> State:
-        return kept(state) if total.item() == 0 else None
-
     init = lambda params: SkipState(count(), count())
+    measure = lambda grads: _bad(grads, board_device(grads, over))
+    confirm = lambda total, state: kept(state) if total.item() == 0 else None
     return Transform(init, update, speculation=Speculation(measure, confirm, over))
 
 

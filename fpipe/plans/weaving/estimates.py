@@ -8,13 +8,14 @@ purpose: a weave needs to know what is long and what is short. Knows graphs and 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
+
+from ...tree import is_tensor, leaves
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def started(node: fx.Node) -> Collective | None:
     """The collective that a node starts, if it is a functional collective."""
     if _namespace(node) != "_c10d_functional" or _name(node) == "wait_tensor":
         return None
-    tensors = list(_tensors(node.meta.get("val")))
+    tensors = _tensors(node.meta.get("val"))
     nbytes = max(sum(map(_bytes, tensors)), _bytes_read(node))
     members = next((a for a in reversed(node.args) if isinstance(a, str) or hasattr(a, "group_name")), "?")
     members = str(getattr(members, "group_name", members))
@@ -109,7 +110,7 @@ def nanoseconds(node: fx.Node) -> int:
     """How long an operation keeps its device busy; to start a collective takes no time here."""
     if _name(node) in _FREE or _namespace(node) == "_c10d_functional":
         return 0
-    tensors = list(_tensors(node.meta.get("val")))
+    tensors = _tensors(node.meta.get("val"))
     rates = _rates(_device(tensors))
     moved = sum(map(_bytes, tensors)) + _bytes_read(node)
     return rates.launch + int(max(_flops(node, tensors) / rates.flops, moved / rates.memory))
@@ -135,12 +136,8 @@ def _namespace(node: fx.Node) -> str:
     return getattr(node.target, "namespace", "")
 
 
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
+def _tensors(value: object) -> list[torch.Tensor]:
+    return list(filter(is_tensor, leaves(value)))
 
 
 def _bytes(tensor: torch.Tensor) -> int:

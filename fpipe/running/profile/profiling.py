@@ -14,7 +14,6 @@ from functools import cached_property
 from os import PathLike, fspath
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 from typing import Any
 
 from ...errors import FpipeError, StageError
@@ -50,12 +49,10 @@ class Profile:
         self._open.append((context, context.__enter__()))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         context, logs = self._open.pop()
-        context.__exit__(kind, error, trace)
-        if error is None and logs:  # after an error other ranks may not call this
+        context.__exit__(kind, *error)
+        if kind is None and logs:  # after an error other ranks may not call this
             local: dict[int, list[Run]] = {}
             for run in (log.run() for log in logs):
                 local.setdefault(run.rank, []).append(run)
