@@ -11,7 +11,7 @@ trees, ranks or optimizers.
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeAlias
@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+Fn: TypeAlias = Callable[..., Any]
 Tensors: TypeAlias = list[Tensor]
 #: Devices on which the fused kernels are the default.
 FUSED_DEVICES = ("cpu", "cuda")
@@ -47,75 +48,78 @@ def transformed() -> Iterator[None]:
         _TRANSFORMED.reset(before)
 
 
-def _run(name: str, xs: Tensors, *args: Any, inplace: bool = False, **options: Any) -> Tensors:
-    """torch's function of this name of each tensor of a list, as new tensors or in place."""
+def _run(fresh: Fn, into: Fn, one: Fn, inplace: bool, xs: Tensors, *args: Any, **options: Any) -> Tensors:
+    """A function of lists, as new tensors or in place; ``one`` is the same function of one tensor of each list."""
     if not xs:
         return []
     if differentiated():
         rows = [arg if isinstance(arg, (list, tuple)) else [arg] * len(xs) for arg in args]
-        return [getattr(torch, name)(*row, **options) for row in zip(xs, *rows, strict=True)]
+        return [one(*row, **options) for row in zip(xs, *rows, strict=True)]
     if inplace:
-        getattr(torch, f"_foreach_{name}_")(xs, *args, **options)
+        into(xs, *args, **options)
         return xs
-    return list(getattr(torch, f"_foreach_{name}")(xs, *args, **options))
+    return list(fresh(xs, *args, **options))
 
 
 def mul(xs: Tensors, factor: float | Tensor | Sequence[float], *, inplace: bool = False) -> Tensors:
     """``x * factor``: one factor for all, or one for each."""
-    return _run("mul", xs, factor, inplace=inplace)
+    return _run(torch._foreach_mul, torch._foreach_mul_, torch.mul, inplace, xs, factor)
 
 
 def div(xs: Tensors, divisor: float, *, inplace: bool = False) -> Tensors:
     """``x / divisor``."""
-    return _run("div", xs, divisor, inplace=inplace)
+    return _run(torch._foreach_div, torch._foreach_div_, torch.div, inplace, xs, divisor)
 
 
 def add(xs: Tensors, ys: Tensors, alpha: float = 1, *, inplace: bool = False) -> Tensors:
     """``x + alpha * y``."""
-    return _run("add", xs, ys, inplace=inplace, alpha=alpha)
+    return _run(torch._foreach_add, torch._foreach_add_, torch.add, inplace, xs, ys, alpha=alpha)
 
 
 def shift(xs: Tensors, number: float, *, inplace: bool = False) -> Tensors:
     """``x + number``."""
-    return _run("add", xs, number, inplace=inplace)
+    return _run(torch._foreach_add, torch._foreach_add_, torch.add, inplace, xs, number)
 
 
 def lerp(xs: Tensors, ys: Tensors, weight: float, *, inplace: bool = False) -> Tensors:
     """``x + weight * (y - x)``."""
-    return _run("lerp", xs, ys, weight, inplace=inplace)
+    return _run(torch._foreach_lerp, torch._foreach_lerp_, torch.lerp, inplace, xs, ys, weight)
 
 
 def addcmul(xs: Tensors, ys: Tensors, zs: Tensors, value: float, *, inplace: bool = False) -> Tensors:
     """``x + value * y * z``."""
-    return _run("addcmul", xs, ys, zs, inplace=inplace, value=value)
+    return _run(torch._foreach_addcmul, torch._foreach_addcmul_, torch.addcmul, inplace, xs, ys, zs, value=value)
 
 
 def addcdiv(xs: Tensors, ys: Tensors, zs: Tensors, value: float, *, inplace: bool = False) -> Tensors:
     """``x + value * y / z``."""
-    return _run("addcdiv", xs, ys, zs, inplace=inplace, value=value)
+    return _run(torch._foreach_addcdiv, torch._foreach_addcdiv_, torch.addcdiv, inplace, xs, ys, zs, value=value)
 
 
 def sqrt(xs: Tensors) -> Tensors:
     """Square roots."""
-    return _run("sqrt", xs)
+    return _each(torch._foreach_sqrt, torch.sqrt, xs)
 
 
 def sign(xs: Tensors) -> Tensors:
     """-1, 0 or 1."""
-    return _run("sign", xs)
+    return _each(torch._foreach_sign, torch.sign, xs)
+
+
+def _each(fresh: Fn, one: Fn, xs: Tensors) -> Tensors:
+    return _run(fresh, fresh, one, False, xs)
 
 
 def clamp(xs: Tensors, low: float, high: float) -> Tensors:
     """Into ``[low, high]``."""
-    return _run("clamp_max", _run("clamp_min", xs, low), high)
+    both = lambda xs: torch._foreach_clamp_max(torch._foreach_clamp_min(xs, low), high)
+    return _each(both, lambda x: x.clamp(low, high), xs)
 
 
 def norms(xs: Tensors, p: float) -> Tensors:
     """The p-norm of each, in float32 at least. None of them may be empty."""
-    dtype = norm_dtype(xs[0]) if xs else None
-    if differentiated() or not xs:
-        return [torch.linalg.vector_norm(x, p, dtype=dtype) for x in xs]
-    return list(torch._foreach_norm(xs, p, dtype=dtype))
+    how = {"dtype": norm_dtype(xs[0]) if xs else None}
+    return _each(lambda xs: torch._foreach_norm(xs, p, **how), lambda x: torch.linalg.vector_norm(x, p, **how), xs)
 
 
 def norm_dtype(x: Tensor) -> torch.dtype | None:
