@@ -58,8 +58,7 @@ class Builder:
         self.out: list[Step] = []
         self._values: dict[tuple[int, int], tuple[Value, ...]] = {}
         self._reads: dict[tuple[int, int, int], _Reads] = {}
-        self._added_by: dict[tuple[int, str], dict[int, str]] = {}
-        self._adding: dict[tuple[int, str, int], Program] = {}
+        self._adding: dict[tuple[int, str, int], dict[int, str]] = {}
         self.weaves: dict[str, Weave] = {}  # by action
         self.known_weaves: dict[Hashable, Weave] = {}
         self._leaves: dict[tuple[int, str, int, int], Sequence[_Leaving]] = {}
@@ -173,17 +172,15 @@ class Builder:
         _, keys, needs = self._pattern(own, program, stage, mb)
         reads = tuple([key if fixed else (key[0], mb) for key, fixed in keys])
         for place, zero in needs:
-            key = reads[place]
-            if zero is None:
-                self.messages.fetch(key)
-            else:
-                self._zero(action, key, zero)
+            self._obtain(action, reads[place], zero)
         return reads
 
-    def _zero(self, action: Action, key: Key, aval: Aval) -> None:
-        """Zeros for a cotangent that nothing computes."""
-        if key not in self.here:
-            self.out.append(Step("ZERO", action, writes=(key,), avals=(aval,)))
+    def _obtain(self, action: Action, key: Key, zero: Aval | None) -> None:
+        """Wait for a value, or emit zeros for a cotangent that nothing computes."""
+        if zero is None:
+            self.messages.fetch(key)
+        elif key not in self.here:
+            self.out.append(Step("ZERO", action, writes=(key,), avals=(zero,)))
             self.here.add(key)
 
     def _pattern(self, own: Programs, program: Program, stage: int, mb: int) -> _Reads:
@@ -217,28 +214,21 @@ class Builder:
             values = self._values[id(program), stage] = tuple(Value(stage, name) for name in program.outputs)
         return tuple([(value, mb) for value in values])
 
-    def _added_in(self, own: Programs, letter: str) -> dict[int, str]:
-        """The parameter gradients that a program computes, by leaf."""
-        names = self._added_by.get((id(own), letter))
-        if names is None:
-            names = self._added_by[id(own), letter] = own.added_by(letter)
-        return names
-
     def with_adds(self, own: Programs, letter: str, stage: int) -> Program:
         """The program that adds into gradients itself, once all of them exist; until then the one that returns them."""
-        found = self._adding.get((id(own), letter, stage))
-        if found is None:
-            made = self._added_in(own, letter)
-            if not made or not all(grad(stage, index) in self.added for index in made):
-                return own.b if letter == "B" else own.w
-            found = self._adding[id(own), letter, stage] = own.adding(letter)
-        return found
+        memo, plain = (id(own), letter, stage), own.b if letter == "B" else own.w
+        if memo not in self._adding:
+            computed = own.added_by(letter)
+            if not all(grad(stage, leaf) in self.added for leaf in computed):
+                return plain
+            self._adding[memo] = computed
+        return own.adding(letter) if self._adding[memo] else plain
 
     def _add(self, action: Action, own: Programs, op: str) -> None:
         """Add the gradients that the action's program returned."""
         stage, mb = action.stage, action.microbatch
         into, values, how, sums = [], [], [], []
-        done = self._added_in(own, op) if (id(own), op, stage) in self._adding else {}
+        done = self._adding.get((id(own), op, stage), {})
         for index, name in enumerate(own.dps):
             if name is None or index in done:
                 continue
@@ -247,11 +237,9 @@ class Builder:
             values.append(self.key(own, stage, mb, name))
             sums += [sum_of(own.grad_avals[name], self.job.wide)] if name in own.grad_avals else []
             source = values[-1][0]
+            # a parameter's gradient may be the cotangent of an output that nothing uses
             zero = own.outputs.y.tensors[source.leaf] if isinstance(source, ZeroCotangent) else None
-            if zero is None:
-                self.messages.fetch(values[-1])
-            else:  # a cotangent, of an output that nothing uses, that is a parameter's gradient
-                self._zero(action, values[-1], zero)
+            self._obtain(action, values[-1], zero)
             if target in self.added:
                 how.append("add")
             else:

@@ -37,11 +37,6 @@ class Starts(NamedTuple):
     planned: tuple[Sign, ...]
     plain: tuple[Sign, ...]
 
-    @property
-    def woven(self) -> bool:
-        """Whether the planned order is another than the plain one."""
-        return self.planned != self.plain
-
 
 def lower_together(inputs: Mapping[int, LoweringInput]) -> dict[int, Plan]:
     """The plans of the ranks of this process, with one order of collectives on every communicator."""
@@ -122,7 +117,8 @@ def conflicts(name: str, reports: Sequence[Sequence[Starts]]) -> dict[tuple[int,
         if row is None:
             return refused
         starting = [(m, entry[1]) for m, entry in enumerate(row) if entry is not None]
-        woven = [(m, k) for m, k in starting if (m, k) not in refused and reports[m][k].woven]
+        planned = [(m, k) for m, k in starting if (m, k) not in refused]
+        woven = [(m, k) for m, k in planned if reports[m][k].planned != reports[m][k].plain]
         listed = "; ".join(f"member {m} {_described(entry, reports[m])}" for m, entry in enumerate(row))
         reason = f"the members of group {name} would start its collectives in different orders: {listed}"
         if not woven:

@@ -68,12 +68,10 @@ def _emit_row(builder: Builder) -> int:
 
 def _emit_woven(builder: Builder, action: AnyAction, position: int) -> bool:
     """Emit an action as a weave or by the user's function; False: its parts run one after the other."""
-    how = builder.job.overlap.how
-    if how == "sequential":
+    how, alone = builder.job.overlap.how, not isinstance(action, Fused)
+    if how == "sequential" or (alone and (how != "weave" or builder.job.phased)):
         return False
-    if not isinstance(action, Fused) and (
-        how != "weave" or builder.job.phased or not starts_collectives(builder, action)
-    ):  # fmt: skip
+    if alone and not starts_collectives(builder, action):
         return False
     pieces = woven_pieces(builder, action, position)
     if pieces is None:

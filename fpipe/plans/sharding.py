@@ -102,11 +102,6 @@ class Bucket(NamedTuple):
     starts: tuple[int, ...]
     size: int
 
-    @property
-    def bytes(self) -> int:
-        """Of the whole memory."""
-        return self.size * self.dtype.itemsize
-
 
 @dataclass(frozen=True)
 class Layout:
