@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what was recorded to the spans of a ``Timeline``, and to the ``Costs`` by which a simulation comes out like it.
+"""From what was recorded to a ``Timeline``, and to the ``Costs`` by which a simulation comes out like it.
 
 An action lasts from the start of its first program to the end of the last. A message costs its sender the time of the
 send, its receiver the time of the receive; the time between them is its latency. All figures are means, since means add
@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from ...schedules.actions import Action, AnyAction, Fused
 from ...schedules.costs import Costs, PerStage
+from ...schedules.timeline import Timeline
 from .recording import Run
 
 _COMPUTES = frozenset(("F", "B", "I", "W", "ADD", "EACH"))
@@ -76,6 +77,11 @@ def messages(runs: Iterable[Run]) -> Iterator[Message]:
         if did.kind == "SEND" and wait is not None and did.action is not None:
             boundary = did.action.stage - (did.action.op != "F")
             yield Message(rank, did.peer, max(boundary, 0), did.nbytes, did.start, did.end, wait.start, wait.end)
+
+
+def timeline(runs: Iterable[Run], name: str = "measured") -> Timeline:
+    """The measured timeline, in seconds."""
+    return Timeline.measured(spans(runs), name=name, unit="s")
 
 
 def costs(steps: Sequence[Sequence[Run]], saved: PerStage = 1.0, kept: PerStage | None = None) -> Costs:

@@ -24,7 +24,7 @@ from ...schedules.costs import Costs
 from ...schedules.simulation import simulate_rows
 from ...schedules.timeline import Timeline
 from ..pipeline import Pipeline, value_and_grad
-from .costing import costs, shares, spans
+from .costing import costs, shares, timeline
 from .recording import Log, Run, gathered, recording
 
 
@@ -63,7 +63,7 @@ class Profile:
     @property
     def timeline(self) -> Timeline:
         """The last step, measured, in seconds; of several plans in one step the one that took longest."""
-        return Timeline.measured(spans(self._last), name=self._called("measured"), unit="s")
+        return timeline(self._last, name=self._called("measured"))
 
     @property
     def _last(self) -> tuple[Run, ...]:
