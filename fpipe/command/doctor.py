@@ -29,14 +29,9 @@ from .launch import launch
 
 SIZES = (1, 2, 4, 8, 16, 28, 30, 31, 32, 33, 48, 257)
 NAMES = {
-    "float": "32- and 64-bit floats",
-    "half": "16-bit floats",
-    "fp8": "8-bit floats",
-    "complex": "complex",
-    "int": "integers",
-    "odd": "int16 and wide unsigned",
-    "bool": "bools",
-}
+    "float": "32- and 64-bit floats", "half": "16-bit floats", "fp8": "8-bit floats", "complex": "complex",
+    "int": "integers", "odd": "int16 and wide unsigned", "bool": "bools",
+}  # fmt: skip
 _PATIENCE = timedelta(seconds=10)
 _OTHER_VALUES = "wrong values were received"
 K = TypeVar("K")
@@ -221,12 +216,8 @@ def _row(finding: Finding) -> tuple[str, str]:
 
 
 @click.command(name="doctor")
-@click.option(
-    "-n",
-    "--processes",
-    type=click.IntRange(1, 64),
-    help="Processes.  [default: 2, or the number of devices if smaller]",
-)
+@click.option("-n", "--processes", type=click.IntRange(1, 64),
+              help="Processes.  [default: 2, or the number of devices if smaller]")  # fmt: skip
 def command(processes: int | None) -> int:
     """Describe this machine, probe its backend for faults, and list the remedies of fpipe.
 

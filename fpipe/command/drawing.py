@@ -30,9 +30,8 @@ from .options import (
 @click.argument("schedules", nargs=-1, required=True, metavar="NAME|FILE...")
 @counts
 @costs_option
-@click.option(
-    "-o", "--out", multiple=True, type=click.Path(dir_okay=False), help="Write .svg, .png, .html, .json, .txt."
-)
+@click.option("-o", "--out", multiple=True, type=click.Path(dir_okay=False),
+              help="Write .svg, .png, .html, .json, .txt.")  # fmt: skip
 @click.option("--width", metavar="N", type=Count(), help="Columns of text.  [default: the terminal's]")
 @click.option("--color/--no-color", default=None, help="Colours.  [default: where the output is a terminal]")
 def draw(

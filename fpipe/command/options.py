@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,15 +32,10 @@ class Count(click.IntRange):
 
 def counts(command: Command) -> Command:
     """The options --ranks, --microbatches and --stages."""
-    for option in (
-        click.option("--stages", metavar="N", type=Count(), help="Stages.  [default: what the schedule needs]"),
-        click.option(
-            "-m", "--microbatches", metavar="N", type=Count(), help="Microbatches.  [default: twice the ranks]"
-        ),
-        click.option("-p", "--ranks", metavar="N", type=Count(), help="Ranks of the pipeline.  [default: 4]"),
-    ):
-        command = option(command)
-    return command
+    option = partial(click.option, metavar="N", type=Count())
+    stages = option("--stages", help="Stages.  [default: what the schedule needs]")
+    microbatches = option("-m", "--microbatches", help="Microbatches.  [default: twice the ranks]")
+    return option("-p", "--ranks", help="Ranks of the pipeline.  [default: 4]")(microbatches(stages(command)))
 
 
 costs_option = click.option(

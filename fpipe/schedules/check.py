@@ -21,7 +21,9 @@ here knows time, memory or tensors.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import NamedTuple, cast
 
@@ -35,7 +37,7 @@ _BIT = {"F": 1, "B": 2, "I": 4, "W": 8}
 #: op -> the ops of the same stage and microbatch that exclude it, as bits
 _CLASH = {"F": 1, "B": 2 | 4 | 8, "I": 4 | 2, "W": 8 | 2}
 #: what a complete stage and microbatch has
-_TRAINED = (1 | 2, 1 | 4 | 8)
+_TRAINED, _FORWARD = (1 | 2, 1 | 4 | 8), (1,)
 _FACTS = {"F": "the output", "I": "the input gradient", "W": "the weight gradient"}
 
 
@@ -65,9 +67,9 @@ def check_rows(
                  ^^^
     """
     seen, walked = inspected or inspect_rows(rows, placement, microbatches)
-    complete = sum(seen.count(bits) for bits in (_TRAINED if training else (1,)))
-    if complete != placement.stages * microbatches:
-        raise _missing(rows, placement, microbatches, seen, training)
+    complete = _TRAINED if training else _FORWARD
+    if sum(map(seen.count, complete)) != placement.stages * microbatches:
+        raise _missing(rows, placement, microbatches, seen, complete)
     if walked.blocked:
         raise stuck(rows, placement.stages, walked)
 
@@ -95,7 +97,7 @@ def inspect_rows(rows: Sequence[Row], placement: Placement, microbatches: int) -
     try:
         seen = _tally(rows, placement, microbatches)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError):  # the others: a cell that is not an action
-        raise next(_invalid_cells(rows, placement, microbatches)) from None
+        raise _invalid_cell(rows, placement, microbatches) from None
     return Inspection(seen, walk(rows, placement.stages, microbatches))
 
 
@@ -133,28 +135,25 @@ def _cells(rows: Sequence[Row]) -> Iterator[tuple[int, int, AnyAction]]:
 
 
 # ---- the slow pass: the place of the fault, and its remedy -----------------------------------------------------------
-def _invalid_cells(rows: Sequence[Row], placement: Placement, microbatches: int) -> Iterator[ScheduleError]:
-    stages = placement.stages
-    first: dict[tuple[int, int], list[tuple[Action, int, int]]] = {}
+def _invalid_cell(rows: Sequence[Row], placement: Placement, microbatches: int) -> ScheduleError:
+    first: dict[tuple[int, int], list[tuple[Action, int, int]]] = defaultdict(list)
     for rank, position, cell in _cells(rows):
+        fault = partial(_fault, rows, rank, position)
         if problem := _malformed(cell):
-            yield _fault(rows, rank, position, problem, "action")
-            continue
+            return fault(problem, "action")
         for part in cell.parts:
             stage, op, mb = part
-            if not 0 <= stage < stages:
-                has = f"the schedule has {counted(stages, 'stage')}, counted from 0"
-                yield _fault(rows, rank, position, f"there is no stage {stage}; {has}", "range")
-            elif not 0 <= mb < microbatches:
-                has = f"the schedule has {counted(microbatches, 'microbatch')}, counted from 0"
-                yield _fault(rows, rank, position, f"there is no microbatch {mb}; {has}", "range")
-            elif (home := placement.rank_of(stage, mb)) != rank:
-                what = f"stage {stage} is on rank {home} for microbatch {mb}; move {part} there"
-                yield _fault(rows, rank, position, what, "placement")
-            for other, where, at in first.setdefault((stage, mb), []):
+            for what, number, count in (("stage", stage, placement.stages), ("microbatch", mb, microbatches)):
+                if not 0 <= number < count:
+                    has = f"the schedule has {counted(count, what)}, counted from 0"
+                    return fault(f"there is no {what} {number}; {has}", "range")
+            if (home := placement.rank_of(stage, mb)) != rank:
+                return fault(f"stage {stage} is on rank {home} for microbatch {mb}; move {part} there", "placement")
+            for other, where, at in first[stage, mb]:
                 if _BIT[other.op] & _CLASH[op]:
-                    yield _fault(rows, rank, position, _clash(part, other, where, at), "count", (where, at))
+                    return fault(_clash(part, other, where, at), "count", (where, at))
             first[stage, mb].append((part, rank, position))
+    raise AssertionError("the slow pass found no fault")
 
 
 def _malformed(cell: object) -> str:
@@ -183,15 +182,14 @@ def _clash(part: Action, other: Action, rank: int, position: int) -> str:
 
 
 def _missing(
-    rows: Sequence[Row], placement: Placement, microbatches: int, seen: bytearray, training: bool
+    rows: Sequence[Row], placement: Placement, microbatches: int, seen: bytearray, complete: tuple[int, ...]
 ) -> ScheduleError:
-    wanted = _TRAINED if training else (1,)
-    index = next(index for index, bits in enumerate(seen) if bits not in wanted)
+    index = next(index for index, bits in enumerate(seen) if bits not in complete)
     stage, mb = divmod(index, microbatches)
     rank = placement.rank_of(stage, mb)
     present = [(i, p.op) for i, cell in enumerate(rows[rank]) for p in cell.parts if p[::2] == (stage, mb)]
     position = present[0][0] if present else None
-    if not training and seen[index] & ~1:
+    if complete == _FORWARD and seen[index] & ~1:
         extra, position = min((op, i) for i, op in present if op != "F")
         what = f"a schedule of forwards alone has no {stage}{extra}{mb}; leave it out, or check(training=True)"
         return _fault(rows, rank, position, what, "count")
@@ -221,11 +219,8 @@ def stuck(rows: Sequence[Row], stages: int, result: Walk) -> ScheduleError:
             return _fault(rows, rank, position, what, "count")
         where, at, source = sources[fact]
         if where == rank:
-            what = (
-                f"it needs {_FACTS[fact.kind]} of {source}, which stands later on this rank, at position {at}; "
-                f"move {source} before it"
-            )
-            return _fault(rows, rank, position, what, "order")
+            lack = f"{_FACTS[fact.kind]} of {source}, which stands later on this rank, at position {at}"
+            return _fault(rows, rank, position, f"it needs {lack}; move {source} before it", "order")
     return _circle(rows, {blocked.rank: blocked for blocked in result.blocked}, sources)
 
 

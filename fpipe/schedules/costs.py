@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from math import inf, nan
 from typing import Any, NamedTuple, TypeAlias
 
@@ -162,10 +163,7 @@ class Costs:
 
 _NUMBERS = tuple(f.name for f in fields(Costs) if f.name != "unit")
 _AT_BOUNDARIES = ("comm", "boundary", "bandwidth", "send", "receive")
-
-
-def _refuse(message: str) -> ScheduleError:
-    return ScheduleError(message, rule="costs")
+_refuse = partial(ScheduleError, rule="costs")
 
 
 def _numbers(name: str, value: Any) -> Any:

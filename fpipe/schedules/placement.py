@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from ..errors import ScheduleError
 from .actions import Row, plain
+
+_refuse = partial(ScheduleError, rule="placement")
 
 
 @dataclass(frozen=True)
@@ -34,20 +36,19 @@ class Placement:
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", tuple(map(tuple, self.paths)))
         if not self.paths or not self.paths[0]:
-            raise ScheduleError("a placement needs at least one stage; give each stage a rank", rule="placement")
+            raise _refuse("a placement needs at least one stage; give each stage a rank")
         if any(len(path) != len(self.paths[0]) for path in self.paths):
-            raise ScheduleError("every path of a placement must name a rank for each stage", rule="placement")
+            raise _refuse("every path of a placement must name a rank for each stage")
         bad = [r for path in self.paths for r in path if not 0 <= r < self.ranks]
         if bad:
-            raise ScheduleError(
+            raise _refuse(
                 f"a placement names rank {bad[0]}, but there are ranks 0 to {self.ranks - 1}; "
-                "give ranks=, or correct the rank of the stage",
-                rule="placement",
+                "give ranks=, or correct the rank of the stage"
             )
         if len(self.paths) > 1 and not self.route:
-            raise ScheduleError("several paths need a route: one path index per microbatch", rule="placement")
+            raise _refuse("several paths need a route: one path index per microbatch")
         if any(not 0 <= k < len(self.paths) for k in self.route):
-            raise ScheduleError("a route names a path that the placement does not have", rule="placement")
+            raise _refuse("a route names a path that the placement does not have")
         taken: dict[tuple[int, ...], int] = {}
         route = tuple(taken.setdefault(self.paths[k], len(taken)) for k in self.route)
         object.__setattr__(self, "paths", tuple(taken) or self.paths[:1])
@@ -84,15 +85,14 @@ class Placement:
         for rank, held in enumerate(stages_by_rank):
             for stage in held:
                 if stage in rank_of:
-                    raise ScheduleError(
+                    raise _refuse(
                         f"stage {stage} is on rank {rank_of[stage]} and on rank {rank}; place it on one rank, "
-                        "or build Placement(paths, ranks, route) for replicas",
-                        rule="placement",
+                        "or build Placement(paths, ranks, route) for replicas"
                     )
                 rank_of[stage] = rank
         missing = sorted(set(range(max(rank_of, default=-1) + 1)) - set(rank_of))
         if missing:
-            raise ScheduleError(f"no rank holds stage {missing[0]}; give every stage a rank", rule="placement")
+            raise _refuse(f"no rank holds stage {missing[0]}; give every stage a rank")
         return cls((tuple(rank_of[s] for s in sorted(rank_of)),), len(stages_by_rank))
 
     @classmethod
@@ -123,9 +123,8 @@ class Placement:
         stages = max(candidates, default=-1) + 1
         missing = next((stage for stage in range(stages) if stage not in candidates), None)
         if missing is not None:
-            raise ScheduleError(
-                f"no rank holds stage {missing}, but stage {stages - 1} occurs; number stages from 0 without gaps",
-                rule="placement",
+            raise _refuse(
+                f"no rank holds stage {missing}, but stage {stages - 1} occurs; number stages from 0 without gaps"
             )
         ranks = max(len(rows), 1)
         if all(len(ranks_held) == 1 for ranks_held in candidates.values()):
@@ -186,10 +185,9 @@ def _routes(rows: Sequence[Row], candidates: dict[int, list[int]], stages: int) 
             votes[part.stage, part.microbatch][rank] += 1
     count = max(microbatch for _, microbatch in votes) + 1
     if stages * count > 100_000 + 100 * len(votes):
-        raise ScheduleError(
+        raise _refuse(
             f"microbatches up to {count - 1}, but actions of only {len({m for _, m in votes})} of them; "
-            "number them from 0 without gaps",
-            rule="placement",
+            "number them from 0 without gaps"
         )
     for microbatch in range(count):
         yield tuple(max(candidates[stage], key=votes[stage, microbatch].__getitem__) for stage in range(stages))

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain, count, repeat
 from math import fsum, inf
 from operator import sub
 from os import PathLike
@@ -97,8 +97,7 @@ class Timeline:
         return sum(map(len, self.rows))
 
     def __iter__(self) -> Iterator[Span]:
-        for rank in range(self.ranks):
-            yield from self.of_rank(rank)
+        return chain.from_iterable(map(self.of_rank, range(self.ranks)))
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -107,8 +106,7 @@ class Timeline:
 
     def of_rank(self, rank: int) -> tuple[Span, ...]:
         """The spans of one rank, in order."""
-        lane = zip(self.rows[rank], self.starts[rank], self.ends[rank], strict=True)
-        return tuple(Span(rank, i, action, start, end) for i, (action, start, end) in enumerate(lane))
+        return tuple(map(Span, repeat(rank), count(), self.rows[rank], self.starts[rank], self.ends[rank]))
 
     def _at(self, rank: int, position: int) -> Span:
         return Span(rank, position, self.rows[rank][position], self.starts[rank][position], self.ends[rank][position])
@@ -257,11 +255,7 @@ def _causes(
         causes = array("q", [-1]) * len(row)
         free = -inf
         for position, action in enumerate(row):
-            needed = [
-                part.stage * microbatches + part.microbatch + offset
-                for part in action.parts
-                for offset in table[part.op][0]
-            ]
+            needed = [stage * microbatches + mb + by for stage, op, mb in action.parts for by in table[op][0]]
             last = max(needed, key=lambda fact: arrivals.get(fact, -inf), default=-1)
             if free < arrivals.get(last, -inf) <= starts[rank][position]:
                 causes[position] = last

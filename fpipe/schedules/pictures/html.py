@@ -55,18 +55,11 @@ def data(scenes: Sequence[Scene]) -> Json:
 
 def _scene(scene: Scene, label: str) -> Json:
     places = 8 - floor(log10(scene.total)) if scene.total > 0 else 8
-    unit = f" {scene.unit}" if scene.unit else ""
-    peak = max((lane.peak for lane in scene.lanes), default=0.0)
+    one = [("its unit is drawn as", labels.time(scene.one, scene))] if scene.one else []
     return {
         "label": label,
         "title": label + labels.title(scene)[len(scene.name or "schedule") :],
-        "figures": [
-            ("total", labels.number(scene.total) + unit),
-            ("span", labels.number(scene.span) + unit),
-            ("bubble", labels.percent(scene.bubble)),
-            ("peak", labels.held(peak, scene.memory_unit)),
-            *([("its unit is drawn as", labels.number(scene.one) + unit)] if scene.one else []),
-        ],
+        "figures": [*labels.facts(scene), *one],
         "total": round(scene.total, places),
         "unit": scene.unit,
         "memoryUnit": scene.memory_unit,

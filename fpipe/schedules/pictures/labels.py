@@ -50,16 +50,24 @@ def title(scene: Scene) -> str:
     return f"{name}: {counted(len(scene.lanes), 'rank')}, {counted(scene.microbatches, 'microbatch')}"
 
 
+def time(value: float, scene: Scene) -> str:
+    """A number with the unit of time, if the scene has one."""
+    return f"{number(value)} {scene.unit}" if scene.unit else number(value)
+
+
+def facts(scene: Scene) -> list[tuple[str, str]]:
+    """The figures of a scene by name."""
+    times = [("total", time(scene.total, scene)), ("span", time(scene.span, scene))]
+    peak = max((lane.peak for lane in scene.lanes), default=0.0)
+    return [*times, ("bubble", percent(scene.bubble)), ("peak", held(peak, scene.memory_unit))]
+
+
 def figures(scene: Scene) -> str:
     """``total 51, span 48, bubble 0%, peak 8``: one line under a picture."""
-    unit = f" {scene.unit}" if scene.unit else ""
+    text = ", ".join(map(" ".join, facts(scene)))
     peaks = [held(lane.peak, scene.memory_unit) for lane in scene.lanes]
-    peak = held(max((lane.peak for lane in scene.lanes), default=0.0), scene.memory_unit)
     each = f" (by rank {' '.join(peaks)})" if len(set(peaks)) > 1 and len(peaks) <= 16 else ""
-    return (
-        f"total {number(scene.total)}{unit}, span {number(scene.span)}{unit}, bubble {percent(scene.bubble)}, "
-        f"peak {peak}{each}" + (f" (1 of its units drawn as {number(scene.one)}{unit})" if scene.one else "")
-    )
+    return text + each + (f" (1 of its units drawn as {time(scene.one, scene)})" if scene.one else "")
 
 
 def figures_of(lane: Lane, scene: Scene) -> str:

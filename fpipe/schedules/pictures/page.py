@@ -157,8 +157,7 @@ def _link(lane: Lane, frame: _Frame, y: float) -> Iterator[Shape]:
 
 
 def _hint(bar: Bar, scene: Scene) -> str:
-    unit = f" {scene.unit}" if scene.unit else ""
-    text = f"{bar.action}: {labels.number(bar.start)} to {labels.number(bar.end)}{unit}"
+    text = f"{bar.action}: {labels.number(bar.start)} to {labels.time(bar.end, scene)}"
     if bar.cause and bar.wait > 0:
         rank, position = bar.cause
         text += f", waited {labels.number(bar.wait)} for {scene.lanes[rank].bars[position].action} of rank {rank}"

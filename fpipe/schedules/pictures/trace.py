@@ -116,26 +116,17 @@ def _recorded(pid: int, facts: Event, events: list[Event]) -> Recorded:
     curves: list[list[tuple[float, float]]] = [[] for _ in range(ranks)]
     waits: dict[tuple[int, int], Wait] = {}
     links: list[list[Carried]] = [[] for _ in range(ranks)]
-    for event in events:
-        if event["pid"] != pid:
-            continue
-        if event["ph"] == "X" and event["cat"] == "link":
-            start = event["ts"] / scale
-            links[event["tid"] - ranks].append(Carried(start, start + event["dur"] / scale, event["name"]))
-        elif event["ph"] == "X":
-            rank, args = event["tid"], event["args"]
-            lane, start = lanes[rank], event["ts"] / scale
+    for event in (event for event in events if event["pid"] == pid):
+        if event["ph"] == "X":
+            rank, args, name, start = event["tid"], event["args"], event["name"], event["ts"] / scale
+            end = start + event["dur"] / scale
+            if event["cat"] == "link":
+                links[rank - ranks].append(Carried(start, end, name))
+                continue
+            position = len(lanes[rank])
             if args:
-                waits[rank, len(lane)] = Wait(args["of rank"], args["position"], args["waited"])
-            lane.append(
-                Span(
-                    rank,
-                    len(lane),
-                    joined(list(map(_part, event["name"].split(";")))),
-                    start,
-                    start + event["dur"] / scale,
-                )
-            )
+                waits[rank, position] = Wait(args["of rank"], args["position"], args["waited"])
+            lanes[rank].append(Span(rank, position, joined(list(map(_part, name.split(";")))), start, end))
         elif event["ph"] == "C":
             curves[int(event["name"].split()[1])].append((event["ts"] / scale, event["args"]["held"]))
     if any(wait.position >= len(lanes[wait.rank]) for wait in waits.values()):
