@@ -223,13 +223,11 @@ def command(processes: int | None) -> int:
 
     Under torchrun every process takes part, and rank 0 prints.
     """
-    prints = True
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         report, faults = visit()
-        prints = os.environ.get("RANK", "0") == "0"
     else:
         most = 2 if pick().type == "cpu" else torch.accelerator.device_count()
         report, faults = launch(visit, ranks=processes or min(2, most), timeout=180)[0]
-    if prints:
+    if os.environ.get("RANK", "0") == "0":
         click.echo(report)
     return int(bool(faults))

@@ -96,9 +96,8 @@ def balance(
     schedule = _schedule(ranks, placement, stages, microbatches)
     count = schedule.stages
     if len(items) < count:
-        raise StageError(
-            f"{len(items)} items cannot fill {count} stages; give finer items, or fewer ranks or stages a rank"
-        )
+        remedy = "give finer items, or fewer ranks or stages a rank"
+        raise StageError(f"{len(items)} items cannot fill {count} stages; {remedy}")
     even = tuple(len(items) * s // count for s in range(count))
     best = min((spread(items, count), even), key=lambda starts: _score(schedule, items, starts))
     best = _climb(schedule, items, best)

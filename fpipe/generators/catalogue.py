@@ -10,6 +10,7 @@ import difflib
 import inspect
 import os
 from collections.abc import Callable
+from functools import partial
 from operator import index
 from os import PathLike
 from pathlib import Path
@@ -66,6 +67,7 @@ TABLE = (
 #: Forwards and backwards of the largest schedule: it takes some gigabytes.
 MOST_ACTIONS = 1 << 24
 _ALSO = {"ZBV": "ZBVZeroBubble"}
+_refuse = partial(ScheduleError, rule="name")
 
 
 def _key(name: str) -> str:
@@ -141,10 +143,8 @@ def schedule_from(source: Source, ranks: int, microbatches: int, stages: int | N
     if isinstance(source, str):
         return make_schedule(source, ranks, microbatches, stages)
     if not callable(source):
-        raise ScheduleError(
-            f"schedule={source!r}; give a name, a Schedule, a path to a CSV or a function (ranks, microbatches)",
-            rule="name",
-        )
+        known = "a name, a Schedule, a path to a CSV or a function (ranks, microbatches)"
+        raise _refuse(f"schedule={source!r}; give {known}")
     return _returned(source(ranks, microbatches), "the schedule function")
 
 
@@ -194,18 +194,13 @@ def register_schedule(name: str, fn: Maker | None = None) -> Maker | Callable[[M
     if fn is None:
         return lambda generator: register_schedule(name, generator)
     if not isinstance(name, str) or not _key(name):
-        raise ScheduleError(f"a schedule cannot be called {name!r}; use letters or digits", rule="name")
+        raise _refuse(f"a schedule cannot be called {name!r}; use letters or digits")
     taken = _KNOWN.get(_key(name))
     if taken and taken.per_rank:
-        raise ScheduleError(
-            f"{name!r} is built in (as {taken.name}) and is not replaced; register another name", rule="name"
-        )
+        raise _refuse(f"{name!r} is built in (as {taken.name}) and is not replaced; register another name")
     if not callable(fn):
-        raise ScheduleError(
-            f"{name!r} needs a function (ranks, microbatches) -> Schedule, not {fn!r}; a Schedule needs no name, "
-            "it can be passed wherever a name can",
-            rule="name",
-        )
+        remedy = "a Schedule needs no name, it can be passed wherever a name can"
+        raise _refuse(f"{name!r} needs a function (ranks, microbatches) -> Schedule, not {fn!r}; {remedy}")
     _KNOWN[_key(name)] = _Entry(name, fn, per_rank=0)
     return fn
 
@@ -219,7 +214,7 @@ def unregister_schedule(name: str) -> None:
     fpipe.errors.ScheduleError: no schedule is registered as 'GPipe'; only registered names can be removed
     """
     if _key(name) not in _KNOWN or _KNOWN[_key(name)].per_rank:
-        raise ScheduleError(f"no schedule is registered as {name!r}; only registered names can be removed", rule="name")
+        raise _refuse(f"no schedule is registered as {name!r}; only registered names can be removed")
     del _KNOWN[_key(name)]
 
 
@@ -230,7 +225,7 @@ def _entry(name: object) -> _Entry:
     names = {_key(n): n for n in (*schedule_names(), *_ALSO)}
     close = [names[key] for key in difflib.get_close_matches(_key(str(name)), names, n=3, cutoff=0.5)]
     remedy = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(schedule_names())}"
-    raise ScheduleError(f"no schedule is called {name!r}; {remedy}", rule="name")
+    raise _refuse(f"no schedule is called {name!r}; {remedy}")
 
 
 def _count(what: str, value: Any) -> int:
@@ -269,17 +264,14 @@ def _registered(entry: _Entry, ranks: int, microbatches: int, stages: int | None
     result = _returned(entry.make(ranks, microbatches, **keywords), who)
     for what, number in (("ranks", ranks), ("microbatches", microbatches), ("stages", stages)):
         if number not in (None, getattr(result, what)):
-            raise ScheduleError(
-                f"{who} was called for {what}={number} and returned a schedule with "
-                f"{getattr(result, what)}; request that number, or correct the function",
-                rule=what,
-            )
+            returned = f"returned a schedule with {getattr(result, what)}; request that number, or correct the function"
+            raise ScheduleError(f"{who} was called for {what}={number} and {returned}", rule=what)
     return result
 
 
 def _returned(result: object, who: str) -> Schedule:
     if not isinstance(result, Schedule):
-        raise ScheduleError(f"{who} returned a {type(result).__name__}; it must return an fpipe.Schedule", rule="name")
+        raise _refuse(f"{who} returned a {type(result).__name__}; it must return an fpipe.Schedule")
     return result
 
 

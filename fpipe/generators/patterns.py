@@ -102,14 +102,8 @@ def keep(rows: Iterable[Row], drawn: int, microbatches: Sequence[int]) -> tuple[
     if len(microbatches) == drawn:
         return tuple(rows)
     number = {old: new for new, old in enumerate(microbatches)}
-    return tuple(
-        tuple(
-            joined([part._replace(microbatch=number[part.microbatch]) for part in parts])
-            for action in row
-            if (parts := [part for part in action.parts if part.microbatch in number])
-        )
-        for row in rows
-    )
+    kept = lambda action: [p._replace(microbatch=number[p.microbatch]) for p in action.parts if p.microbatch in number]
+    return tuple(tuple(map(joined, filter(None, map(kept, row)))) for row in rows)
 
 
 def in_pairs(

@@ -82,18 +82,13 @@ def inspect_rows(rows: Sequence[Row], placement: Placement, microbatches: int) -
     [3, 1]
     """
     if len(rows) != placement.ranks:
-        raise ScheduleError(
-            f"the schedule has {len(rows)} rows, but its placement has {placement.ranks} ranks; "
-            "give one row of actions per rank",
-            rule="placement",
-        )
+        what = f"the schedule has {len(rows)} rows, but its placement has {placement.ranks} ranks"
+        raise ScheduleError(f"{what}; give one row of actions per rank", rule="placement")
     actions = sum(map(len, rows))
     if placement.stages * microbatches > 100_000 + 100 * actions:  # tables of all facts would be mostly empty
-        raise ScheduleError(
-            f"{actions} actions cannot fill {placement.stages} stages times {microbatches} microbatches; "
-            "number both from 0 without gaps, and give each of them its actions",
-            rule="count",
-        )
+        what = f"{actions} actions cannot fill {placement.stages} stages times {microbatches} microbatches"
+        remedy = "number both from 0 without gaps, and give each of them its actions"
+        raise ScheduleError(f"{what}; {remedy}", rule="count")
     try:
         seen = _tally(rows, placement, microbatches)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError):  # the others: a cell that is not an action

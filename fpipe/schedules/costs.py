@@ -155,9 +155,8 @@ class Costs:
             return (value,) * count
         if len(value) != count:
             things = "boundaries between stages" if name in _AT_BOUNDARIES else "stages"
-            raise _refuse(
-                f"{name} has {len(value)} numbers, but there are {count} {things}; give one number, or {count}"
-            )
+            what = f"{name} has {len(value)} numbers, but there are {count} {things}"
+            raise _refuse(f"{what}; give one number, or {count}")
         return value
 
 

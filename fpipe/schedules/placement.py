@@ -41,10 +41,8 @@ class Placement:
             raise _refuse("every path of a placement must name a rank for each stage")
         bad = [r for path in self.paths for r in path if not 0 <= r < self.ranks]
         if bad:
-            raise _refuse(
-                f"a placement names rank {bad[0]}, but there are ranks 0 to {self.ranks - 1}; "
-                "give ranks=, or correct the rank of the stage"
-            )
+            remedy = "give ranks=, or correct the rank of the stage"
+            raise _refuse(f"a placement names rank {bad[0]}, but there are ranks 0 to {self.ranks - 1}; {remedy}")
         if len(self.paths) > 1 and not self.route:
             raise _refuse("several paths need a route: one path index per microbatch")
         if any(not 0 <= k < len(self.paths) for k in self.route):
@@ -123,9 +121,8 @@ class Placement:
         stages = max(candidates, default=-1) + 1
         missing = next((stage for stage in range(stages) if stage not in candidates), None)
         if missing is not None:
-            raise _refuse(
-                f"no rank holds stage {missing}, but stage {stages - 1} occurs; number stages from 0 without gaps"
-            )
+            what = f"no rank holds stage {missing}, but stage {stages - 1} occurs"
+            raise _refuse(f"{what}; number stages from 0 without gaps")
         ranks = max(len(rows), 1)
         if all(len(ranks_held) == 1 for ranks_held in candidates.values()):
             return cls((tuple(candidates[stage][0] for stage in range(stages)),), ranks)
@@ -185,9 +182,7 @@ def _routes(rows: Sequence[Row], candidates: dict[int, list[int]], stages: int) 
             votes[part.stage, part.microbatch][rank] += 1
     count = max(microbatch for _, microbatch in votes) + 1
     if stages * count > 100_000 + 100 * len(votes):
-        raise _refuse(
-            f"microbatches up to {count - 1}, but actions of only {len({m for _, m in votes})} of them; "
-            "number them from 0 without gaps"
-        )
+        what = f"microbatches up to {count - 1}, but actions of only {len({m for _, m in votes})} of them"
+        raise _refuse(f"{what}; number them from 0 without gaps")
     for microbatch in range(count):
         yield tuple(max(candidates[stage], key=votes[stage, microbatch].__getitem__) for stage in range(stages))

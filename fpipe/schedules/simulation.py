@@ -41,17 +41,9 @@ def simulate_rows(
     >>> simulate_rows(rows, Placement.loop(2), 1, Costs(comm=0.5)).total
     7.0
     """
-    walked = walked or inspect_rows(rows, placement, microbatches).walk
+    walked, stages = walked or inspect_rows(rows, placement, microbatches).walk, placement.stages
     if walked.blocked:
-        raise stuck(rows, placement.stages, walked)
-    return _run(rows, placement, microbatches, costs, walked, name)
-
-
-def _run(
-    rows: tuple[Row, ...], placement: Placement, microbatches: int, costs: Costs, walked: Walk, name: str
-) -> Timeline:
-    """Follow the walk with a clock for each rank."""
-    stages = placement.stages
+        raise stuck(rows, stages, walked)
     facts = Facts(stages, microbatches)
     by_path = [_steps(facts, path, costs) for path in placement.paths]
     steps = [by_path[placement.path_index(microbatch)] for microbatch in range(microbatches)]

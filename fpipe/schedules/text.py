@@ -93,9 +93,8 @@ def parse_csv(text: str) -> tuple[Row, ...]:
     lines = _lines(text.removeprefix("\ufeff"))
     if lines[-1] == "":
         lines.pop()
-    return tuple(
-        tuple(_cells(line, _Place(line, number, number - 1), 0, csv=True)) for number, line in enumerate(lines, 1)
-    )
+    places = (_Place(line, number, number - 1) for number, line in enumerate(lines, 1))
+    return tuple(tuple(_cells(place.line, place, 0, csv=True)) for place in places)
 
 
 def _lines(text: str) -> list[str]:
@@ -163,9 +162,8 @@ def _fused(word: str, place: _Place, column: int, position: int) -> Fused:
         parts.append(_action(match))
         at += len(cell) + 1
     if len(parts) < 2:
-        raise place.error(
-            column, column + len(word), "two or more actions between '(' and ')', with ';' between", position=position
-        )
+        expected = "two or more actions between '(' and ')', with ';' between"
+        raise place.error(column, column + len(word), expected, position=position)
     return Fused(tuple(parts))
 
 

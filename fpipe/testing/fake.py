@@ -45,9 +45,8 @@ class _Message:
         """Check that the sender did not change the tensors until now; from now on it may."""
         for now, then in zip(self.buffers, self.copies, strict=False):
             if not torch.equal(now.view(-1).view(torch.uint8), then.view(-1).view(torch.uint8)):
-                raise GroupError(
-                    f"rank {src} changed a tensor that was still on its way to rank {dst}; it must wait for the send"
-                )
+                what = f"rank {src} changed a tensor that was still on its way to rank {dst}"
+                raise GroupError(f"{what}; it must wait for the send")
         self.buffers.clear()
 
 
@@ -122,10 +121,8 @@ class FakeGroup(Group):
         note = world.ranks[self.rank].note
         waited = f"rank {self.rank}{f' ({note})' if note else ''} waited {what}"
         if not in_time:
-            raise StalledError(
-                f"{waited}, longer than timeout={self.timeout:g}. {world.describe(peer)}. "
-                f"Look there first; raise timeout= if a step may take that long"
-            )
+            remedy = "Look there first; raise timeout= if a step may take that long"
+            raise StalledError(f"{waited}, longer than timeout={self.timeout:g}. {world.describe(peer)}. {remedy}")
         raise PeerError(f"{waited}, and rank {peer} is gone. {world.describe(peer)}")
 
     # ---- messages -----------------------------------------------------------------------------------------------
@@ -224,10 +221,8 @@ class FakeGroup(Group):
                 self._until(lambda rank=rank: rank in call, rank, f"for rank {rank} to come to {name}")
             for rank, (other, _) in sorted(call.items()):
                 if other != name:
-                    raise MismatchError(
-                        f"rank {self.rank} came to {name} and rank {rank} to {other}; all ranks must call the same "
-                        f"collectives in one order"
-                    )
+                    rule = "all ranks must call the same collectives in one order"
+                    raise MismatchError(f"rank {self.rank} came to {name} and rank {rank} to {other}; {rule}")
             return [call[rank][1] for rank in range(self.size)]
 
         return values

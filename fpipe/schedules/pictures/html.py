@@ -66,9 +66,7 @@ def _scene(scene: Scene, label: str) -> Json:
         "cell": scene.cell,
         # in units of the size of letters, about as in the typeface of a browser
         "longest": [round(1.1 * scene.widest_name(detail), 3) for detail in (3, 2)],
-        "palette": [
-            _colour(op, k, colour) for op, _, colours in labels.legend([scene]) for k, colour in enumerate(colours)
-        ],
+        "palette": [_colour(op, k, c) for op, _, colours in labels.legend([scene]) for k, c in enumerate(colours)],
         "lanes": [_lane(lane, places) for lane in scene.lanes],
     }
 
