@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import UnsupportedError
-from .capabilities import DTYPES, Capabilities, dtype_class
+from .capabilities import DTYPES, Capabilities
 
 OPS = ("sum", "mean", "max", "min")
 #: Backends whose average was tested to be right at every size and world size.
@@ -50,14 +50,13 @@ def reduction(can: Capabilities, op: str, dtype: torch.dtype, cpu: Capabilities 
     """
     if op not in OPS:
         raise UnsupportedError(f"there is no reduction {op!r}; the reductions are {', '.join(OPS)}")
-    kind = dtype_class(dtype)
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
         raise UnsupportedError(f"a mean of {dtype} would be rounded or refused; convert to a floating dtype first")
     if op in ("max", "min") and dtype.is_complex:
         raise UnsupportedError(f"{dtype} has no order, so no {op}; reduce its absolute value")
-    asked = "max" if kind == "bool" and op == "sum" else op  # a sum of 256 ones in uint8 would be 0
+    asked = "max" if dtype == torch.bool and op == "sum" else op  # a sum of 256 ones in uint8 would be 0
     carry = dtype
-    if kind == "bool" or (dtype in _WIDER and not can.can("sum" if op == "mean" else op, dtype)):
+    if dtype == torch.bool or (dtype in _WIDER and not can.can("sum" if op == "mean" else op, dtype)):
         carry = _WIDER[dtype]
     if dtype == torch.uint64:
         raise UnsupportedError("torch has no wider dtype to reduce uint64 in; convert to int64 first")

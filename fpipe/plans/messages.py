@@ -54,7 +54,7 @@ class Messages:
         self.under_way: dict[int, deque[int]] = {}
         self._routes: dict[tuple[int, str, int, int], list[tuple[int, list[Out]]]] = {}
         self._places: dict[int, dict[tuple[int, int], int]] = {}
-        self.channels = self._incoming()
+        self.channels = list(self._incoming())
         self.place = 0
         # Forwards alone receive nothing that shows which sends have arrived: there, too, ranks follow one order.
         self.ordered = job.strict or (job.wired and not job.training)
@@ -78,7 +78,7 @@ class Messages:
             routes = self._routes[memo] = list(by_rank.items())
         return routes
 
-    def _incoming(self) -> list[Channel]:
+    def _incoming(self) -> Iterator[Channel]:
         """The messages that other ranks send here, from their rows."""
         job, sources = self.job, set()
         kinds = {(job.kind_of[mb], self.placement.path(mb)): mb for mb in range(job.schedule.microbatches)}
@@ -87,7 +87,6 @@ class Messages:
                 for fact in ("F" if stage < job.stages else "") + ("I" if job.training else ""):
                     if any(rank == self.rank for rank, _ in self.outgoing(stage, fact, mb)):
                         sources.add(path[min(stage, job.stages - 1)])
-        channels = []
         for src in sorted(sources - {self.rank}):
             channel = Channel(src)
             for action, place, _ in _places(job, src):
@@ -97,8 +96,7 @@ class Messages:
                     if fact == "I" and action.stage == job.stages - 1:
                         self._expect(channel, place, action, action.stage + 1, "I")
                     self._expect(channel, place, action, action.stage, fact)
-            channels.append(channel)
-        return channels
+            yield channel
 
     def _expect(self, channel: Channel, place: int, action: Action, stage: int, fact: str) -> None:
         for rank, outs in self.outgoing(stage, fact, action.microbatch):

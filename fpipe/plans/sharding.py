@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -193,10 +194,7 @@ class Layout:
 
 def _bucket(dtype: torch.dtype, trained: bool, row: Sequence[int], leaves: Sequence[Any], parts: int) -> Bucket:
     grain = max(_ALIGNED // dtype.itemsize, 1)
-    starts, end = [], 0
-    for index in row:
-        starts.append(end)
-        end += -(-leaves[index].numel() // grain) * grain
+    *starts, end = accumulate((-(-leaves[index].numel() // grain) * grain for index in row), initial=0)
     return Bucket(dtype, trained, tuple(row), tuple(starts), -(-end // (grain * parts)) * grain * parts)
 
 

@@ -8,7 +8,7 @@ tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ..tree import Aval
 from .keys import Key
@@ -23,7 +23,7 @@ def assign(
 ) -> Plan:  # fmt: skip
     """Assign slots and count bytes."""
     feeds = _feeds(steps, wanted)
-    uses = _uses(steps, wanted, feeds)
+    uses = list(_uses(steps, wanted, feeds))
     slots, spare, size = dict(feeds), list[int](), len(feeds)
     account = MemoryAccount(job.wired)
     instructions, curve = [], []
@@ -56,13 +56,12 @@ def assign(
 
 def _uses(
     steps: Sequence[Step], wanted: Sequence[Key], feeds: dict[Key, int]
-) -> list[tuple[tuple[int, ...], tuple[bool, ...]]]:
+) -> Iterator[tuple[tuple[int, ...], tuple[bool, ...]]]:
     """From the last step to the first: the places of the reads that end there, and which writes are used later.
 
     The first ADD creates a gradient; later ones read it and write into it.
     """
     used = {*wanted, *feeds}
-    uses = []
     for step in reversed(steps):
         needed = tuple([key in used for key in step.writes])
         if step.kind == "ADD" or step.kind == "SUM":
@@ -74,8 +73,7 @@ def _uses(
             if key not in used:
                 used.add(key)
                 ends.append(place)
-        uses.append((tuple(ends), needed))
-    return uses
+        yield tuple(ends), needed
 
 
 def _feeds(steps: Sequence[Step], wanted: Sequence[Key]) -> dict[Key, int]:

@@ -8,7 +8,7 @@ exchange the interfaces of stages between processes. Knows no values.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -275,7 +275,7 @@ def _ties(
     spec = lambda leaf: spec_of(sum_of(leaf, config.accumulate))
     ranks_of = request.schedule.placement.ranks_of
     specs = {key: spec(leaf) for key, leaf in avals.items() if leaf.grad and len(ranks_of(key[0])) > 1}
-    groups = tuple(_tied_leaves(names, interfaces) for names in config.tied)
+    groups = tuple(tuple(_tied_leaves(names, interfaces)) for names in config.tied)
     for group in groups:
         known = {key: avals[key] for key in group if key in avals}
         shapes: dict[str, str] = {}
@@ -289,9 +289,8 @@ def _ties(
     return groups, specs
 
 
-def _tied_leaves(names: Sequence[str], interfaces: Sequence[Interface]) -> Leaves:
+def _tied_leaves(names: Sequence[str], interfaces: Sequence[Interface]) -> Iterator[tuple[int, int]]:
     """Names such as ``"0.wte"`` as stages and leaves."""
-    members = []
     for name in names:
         head, _, rest = name.partition(".")
         stage = int(head)
@@ -300,5 +299,4 @@ def _tied_leaves(names: Sequence[str], interfaces: Sequence[Interface]) -> Leave
             raise StageError(
                 f"tied={names!r} names {name!r}, but stage {stage} has no such leaf; it has {', '.join(leaves)}"
             )
-        members.append((stage, leaves.index(rest)))
-    return tuple(members)
+        yield stage, leaves.index(rest)

@@ -233,7 +233,7 @@ def _merged(pieces: list[list[fx.Node]], keys: dict[fx.Node, _Key]) -> list[list
 
 
 def _programs(program: Program, pieces: list[list[fx.Node]], keys: dict[fx.Node, _Key]) -> Iterator[Segment]:
-    names = _names(program.name, pieces, keys)
+    names = list(_names(program.name, pieces, keys))
     later: list[set[str]] = [set(program.outputs)]  # what is read after each piece, from the last on
     for piece in reversed(pieces[1:]):
         later.append(later[-1] | set(_reads(program, piece)))
@@ -265,10 +265,9 @@ def _reads(program: Program, piece: list[fx.Node]) -> dict[str, None]:
     return dict.fromkeys(u.name for u in used)
 
 
-def _names(letter: str, pieces: list[list[fx.Node]], keys: dict[fx.Node, _Key]) -> list[str]:
+def _names(letter: str, pieces: list[list[fx.Node]], keys: dict[fx.Node, _Key]) -> Iterator[str]:
     """The user's marks; a piece without one is called by its program and number. A repeated name gets a number."""
     seen: Counter[str] = Counter()
-    names = []
     for index, piece in enumerate(pieces):
         marks = map(_mark, [n for n in piece if _works(n)] or piece)
         name = next(filter(None, marks), None)
@@ -277,5 +276,4 @@ def _names(letter: str, pieces: list[list[fx.Node]], keys: dict[fx.Node, _Key]) 
         elif keys[piece[0]].loose:
             name = f"{name}/weights" if letter in "BW" else f"{name}/saved"
         seen[name] += 1
-        names.append(name if seen[name] == 1 else f"{name}.{seen[name]}")
-    return names
+        yield name if seen[name] == 1 else f"{name}.{seen[name]}"

@@ -85,8 +85,7 @@ class Weave:
     @property
     def total(self) -> int:
         """The time expected, in nanoseconds."""
-        ends = [m.end for m in self.moments] + [m.end for _, m in self.carried]
-        return max(ends, default=0)
+        return max((m.end for m in (*self.moments, *(m for _, m in self.carried))), default=0)
 
     @property
     def compute(self) -> int:
