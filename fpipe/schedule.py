@@ -53,10 +53,8 @@ class Schedule:
         object.__setattr__(self, "rows", rows)
         if not set[type]().union(*(map(type, row) for row in rows)) <= {Action, Fused}:
             cell = next(cell for row in rows for cell in row if type(cell) not in (Action, Fused))
-            raise ScheduleError(
-                f"{str(cell)[:40]!r} is not an action; give Action(stage, op, microbatch), or text to Schedule.parse",
-                rule="action",
-            )
+            remedy = "give Action(stage, op, microbatch), or text to Schedule.parse"
+            raise ScheduleError(f"{str(cell)[:40]!r} is not an action; {remedy}", rule="action")
         try:
             if self.placement is None:
                 object.__setattr__(self, "placement", Placement.from_rows(rows))
@@ -64,10 +62,8 @@ class Schedule:
                 count = max((part.microbatch for row in rows for part in plain(row)), default=-1) + 1
                 object.__setattr__(self, "microbatches", count)
         except (TypeError, AttributeError):
-            raise ScheduleError(
-                "the stages and microbatches of actions must be integers, and the parts of a Fused be actions",
-                rule="action",
-            ) from None
+            what = "the stages and microbatches of actions must be integers, and the parts of a Fused be actions"
+            raise ScheduleError(what, rule="action") from None
         if type(self.microbatches) is not int or self.microbatches < 0:
             raise ScheduleError(f"microbatches={self.microbatches!r} must be a count of 0 or more", rule="range")
 
@@ -174,10 +170,8 @@ class Schedule:
         >>> Schedule.parse("[0F0, 0B0]").simulate(Costs(F=1, I=2, W=3)).total
         6.0
         """
-        walked = self._inspection.walk
-        return simulate_rows(
-            self.rows, self.placement, self.microbatches, costs or Costs(), name=self.name, walked=walked
-        )
+        costs, walked = costs or Costs(), self._inspection.walk
+        return simulate_rows(self.rows, self.placement, self.microbatches, costs, name=self.name, walked=walked)
 
     @cached_property
     def _inspection(self) -> Inspection:

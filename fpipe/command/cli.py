@@ -108,8 +108,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except OSError as error:
         return report_error(f"{error.filename or 'input or output'}: {error.strerror or error}", USAGE)
     except Exception as error:
-        missing = _missing_package(error)
-        if missing:
+        if missing := _missing_package(error):
             return report_error(f"this command needs {missing}, which is not installed: pip install {missing}", USAGE)
         if os.environ.get("FPIPE_TRACEBACK"):
             raise

@@ -112,10 +112,9 @@ def _start(context: Any, fn: partial[Any], env: dict[str, str]) -> _Child:
     try:
         process.start()
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise LaunchError(
-            f"{fn.func!r} or its arguments cannot be sent to another process ({error}); define the function at the top "
-            f"of a module, or pass start='fork'"
-        ) from error
+        remedy = "define the function at the top of a module, or pass start='fork'"
+        what = f"{fn.func!r} or its arguments cannot be sent to another process ({error})"
+        raise LaunchError(f"{what}; {remedy}") from error
     finally:
         theirs.close()
     return _Child(process, ours)

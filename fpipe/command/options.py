@@ -76,10 +76,8 @@ def bounded(ranks: int | None, microbatches: int | None) -> tuple[int, int]:
     """The counts with their defaults; raises where a schedule of this size would fill the memory."""
     ranks = ranks or 4
     microbatches = microbatches or 2 * ranks
-    if ranks * microbatches > MAX_SIZE:
-        raise usage_error(
-            f"{ranks} ranks and {microbatches} microbatches multiply to {ranks * microbatches}; take at most {MAX_SIZE}"
-        )
+    if (size := ranks * microbatches) > MAX_SIZE:
+        raise usage_error(f"{ranks} ranks and {microbatches} microbatches multiply to {size}; take at most {MAX_SIZE}")
     return ranks, microbatches
 
 

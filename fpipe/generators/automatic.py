@@ -109,10 +109,8 @@ class _Run:
         self.work = [microbatches * (f + i + w) for f, i, w in zip(self.F, self.I, times["W"], strict=True)]
         self.links = (*costs.links(ranks), 0.0)  #: from each rank to the next
         self.microbatches, self.limit = microbatches, limit * _ALMOST
-        self.ranks = [
-            _Rank({op: times[op][rank] for op in "FIW"}, {op: memory[op][rank] for op in "FIW"})
-            for rank in range(ranks)
-        ]
+        of_rank = lambda rank, table: {op: table[op][rank] for op in "FIW"}
+        self.ranks = [_Rank(of_rank(rank, times), of_rank(rank, memory)) for rank in range(ranks)]
         self.most_idle = 0.0
         self._warm_up(self._room(limit), one_more)
         while len(self.ranks[0].inwards) < microbatches:
@@ -145,11 +143,10 @@ class _Run:
             most = min(most - 1, self.limit // saved if saved > 0 else inf)
             room.append(int(min(most, self.microbatches)))
         if room[-1] < 1:
-            raise ScheduleError(
-                f"limit={limit} is too little: rank r of {len(room)} starts {len(room)} - r microbatches before the "
-                f"first backward reaches it; give at least {len(room)} times what a microbatch saves",
-                rule="limit",
-            )
+            ranks = len(room)
+            what = f"rank r of {ranks} starts {ranks} - r microbatches before the first backward reaches it"
+            remedy = f"give at least {ranks} times what a microbatch saves"
+            raise ScheduleError(f"limit={limit} is too little: {what}; {remedy}", rule="limit")
         return room
 
     def _warm_up(self, room: list[int], one_more: bool) -> None:

@@ -180,9 +180,8 @@ def _schedule(
         placement = "loop" if looped else "v"
     if not isinstance(placement, str):
         known = ", ".join(schedule_names()[:3])
-        raise ScheduleError(
-            f"placement={placement!r}; give 'loop', 'v', a schedule's name ({known}, ...) or a Schedule"
-        )
+        remedy = f"give 'loop', 'v', a schedule's name ({known}, ...) or a Schedule"
+        raise ScheduleError(f"placement={placement!r}; {remedy}")
     names = {"loop": "1F1B" if stages in (None, ranks) else "Interleaved1F1B", "v": "ZBV"}
     count = 4 * ranks if microbatches is None else microbatches
     return schedule_from(names.get(placement.lower(), placement), ranks, count, stages)

@@ -115,11 +115,9 @@ def make_schedule(name: str, ranks: int, microbatches: int, stages: int | None =
     count = _stages(entry, ranks, stages)
     actions = 2 * max(count, ranks) * microbatches
     if actions > MOST_ACTIONS:
-        raise ScheduleError(
-            f"{max(count, ranks)} stages and {microbatches} microbatches are {actions:,} forwards and "
-            f"backwards; at most {MOST_ACTIONS:,} are allowed, which take gigabytes. Give fewer ranks or microbatches",
-            rule="size",
-        )
+        what = f"{max(count, ranks)} stages and {microbatches} microbatches are {actions:,} forwards and backwards"
+        rule = f"at most {MOST_ACTIONS:,} are allowed, which take gigabytes. Give fewer ranks or microbatches"
+        raise ScheduleError(f"{what}; {rule}", rule="size")
     return entry.make(ranks, microbatches, count)
 
 
@@ -243,18 +241,14 @@ def _stages(entry: _Entry, ranks: int, stages: int | None) -> int:
     if stages is None:
         return wanted
     if entry.exactly and stages != wanted:
-        raise ScheduleError(
-            f"{entry.name} takes {wanted} stages on {ranks} ranks, not {stages}; give stages={wanted} or leave it out",
-            rule="stages",
-        )
+        what = f"{entry.name} takes {wanted} stages on {ranks} ranks, not {stages}"
+        raise ScheduleError(f"{what}; give stages={wanted} or leave it out", rule="stages")
     unit = ranks * entry.step
     if stages % unit:
         above = -(-stages // unit) * unit
         fits = f"{above - unit} or {above}" if above > unit else f"{above}"
-        raise ScheduleError(
-            f"{entry.name} takes a multiple of {unit} stages on {ranks} ranks, not {stages}; give stages={fits}",
-            rule="stages",
-        )
+        what = f"{entry.name} takes a multiple of {unit} stages on {ranks} ranks, not {stages}"
+        raise ScheduleError(f"{what}; give stages={fits}", rule="stages")
     return stages
 
 

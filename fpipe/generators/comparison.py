@@ -44,11 +44,8 @@ def per_share(costs: Costs, schedule: Schedule) -> Costs:
     for name in ("F", "I", "W", "B", "overlap", "saved", "kept"):
         value = getattr(costs, name)
         if value is not None and not isinstance(value, (int, float)):
-            raise ScheduleError(
-                f"{name}={value!r} is one number per stage, but schedules with different stages are compared by a "
-                "rank's whole share; give one number",
-                rule="costs",
-            )
+            rule = "schedules with different stages are compared by a rank's whole share; give one number"
+            raise ScheduleError(f"{name}={value!r} is one number per stage, but {rule}", rule="costs")
         scaled[name] = None if value is None else value * part
     return replace(costs, **scaled)
 

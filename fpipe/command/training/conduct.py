@@ -46,11 +46,9 @@ def run(settings: Settings, source: str, out: Path) -> int:
     console.print(f"\n[dim]A sample of the model:[/dim] {escape(text)}", soft_wrap=True)
     result = verdict(settings, last)
     good = result.largest == 0 and result.loss == 0
-    console.print(
-        f"Largest difference of its gradients from a single process: [bold {'green' if good else 'red'}]"
-        f"{result.largest:g}[/]  ({result.tensors} tensors, {result.numbers:,} numbers; loss {result.loss:g})",
-        soft_wrap=True,
-    )
+    largest = f"[bold {'green' if good else 'red'}]{result.largest:g}[/]"
+    of = f"({result.tensors} tensors, {result.numbers:,} numbers; loss {result.loss:g})"
+    console.print(f"Largest difference of its gradients from a single process: {largest}  {of}", soft_wrap=True)
     page = write(last, out, s.name)
     console.print(f"Simulated and measured timeline: [bold]{page}[/bold]", soft_wrap=True)
     if _cores() < s.ranks:

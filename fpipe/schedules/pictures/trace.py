@@ -103,10 +103,8 @@ def read(path: Path) -> tuple[Drawable, ...]:
         timelines = trace["otherData"]["timelines"]
         return tuple(_recorded(k, facts, trace["traceEvents"]) for k, facts in enumerate(timelines))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-        raise FpipeError(
-            f"{path} is not a timeline that fpipe wrote ({type(error).__name__}: {str(error)[:80]}); "
-            "give a .json that a timeline's save(...) wrote"
-        ) from error
+        what = f"{path} is not a timeline that fpipe wrote ({type(error).__name__}: {str(error)[:80]})"
+        raise FpipeError(f"{what}; give a .json that a timeline's save(...) wrote") from error
 
 
 def _recorded(pid: int, facts: Event, events: list[Event]) -> Recorded:
