@@ -12,27 +12,16 @@ import click
 from ..generators import comparison
 from ..schedules import pictures
 from ..schedules.costs import Costs
-from .options import (
-    Count,
-    as_usage_error,
-    check_suffix,
-    checked,
-    costs_option,
-    counts,
-    named_schedule,
-    parse_costs,
-    read_file,
-    usage_error,
-)
+from . import options
 
 
 @click.command()
 @click.argument("schedules", nargs=-1, required=True, metavar="NAME|FILE...")
-@counts
-@costs_option
+@options.counts
+@options.costs_option
 @click.option("-o", "--out", multiple=True, type=click.Path(dir_okay=False),
               help="Write .svg, .png, .html, .json, .txt.")  # fmt: skip
-@click.option("--width", metavar="N", type=Count(), help="Columns of text.  [default: the terminal's]")
+@click.option("--width", metavar="N", type=options.Count(), help="Columns of text.  [default: the terminal's]")
 @click.option("--color/--no-color", default=None, help="Colours.  [default: where the output is a terminal]")
 def draw(
     schedules: tuple[str, ...], ranks: int | None, microbatches: int | None, stages: int | None, costs: str,
@@ -49,11 +38,11 @@ def draw(
     fpipe draw 1F1B ZBV --out both.html
     fpipe draw plan.csv
     """
-    price = parse_costs(costs)
+    price = options.parse_costs(costs)
     for path in out:
-        check_suffix(path, pictures.FORMATS, "--out")
-    valid = [checked(named_schedule(source, ranks, microbatches, stages)) for source in schedules]
-    with as_usage_error():  # costs for another number of stages
+        options.check_suffix(path, pictures.FORMATS, "--out")
+    valid = [options.checked(options.named_schedule(source, ranks, microbatches, stages)) for source in schedules]
+    with options.as_usage_error():  # costs for another number of stages
         timelines = [s.simulate(comparison.per_share(price, s) if len(valid) > 1 else price) for s in valid]
     for path in out:
         pictures.save(timelines, path)
@@ -64,7 +53,7 @@ def draw(
 
 @click.command()
 @click.argument("path", metavar="FILE|DIR", type=click.Path(exists=True, path_type=Path))
-@costs_option
+@options.costs_option
 @click.option("-o", "--out", type=click.Path(dir_okay=False, path_type=Path), help="The page.  [default: beside PATH]")
 @click.option("--open/--no-open", "show", default=True, help="Open it in the browser.  [default: open]")
 def view(path: Path, costs: str, out: Path | None, show: bool) -> None:
@@ -84,8 +73,8 @@ def view(path: Path, costs: str, out: Path | None, show: bool) -> None:
         if out.suffix.lower() != ".html":
             raise click.BadParameter(f"{out}: the page is a file that ends in .html", param_hint="--out")
         if out.exists() and b'content="fpipe"' not in out.read_bytes()[:4096]:
-            raise usage_error(f"{out} exists, and fpipe did not write it; give another name with --out")
-        pictures.save(_timelines(path, parse_costs(costs)), out)
+            raise options.usage_error(f"{out} exists, and fpipe did not write it; give another name with --out")
+        pictures.save(_timelines(path, options.parse_costs(costs)), out)
         click.echo(f"wrote {out} ({_size(out)})")
     if show and not webbrowser.open(out.resolve().as_uri()):
         click.echo(f"no browser could be opened here; open {out} in one")
@@ -95,10 +84,10 @@ def _timelines(path: Path, price: Costs) -> Sequence[pictures.Drawable]:
     if not path.is_dir():
         if path.suffix.lower() == ".json":
             return pictures.load(path)
-        return [checked(read_file(path)).simulate(price)]
+        return [options.checked(options.read_file(path)).simulate(price)]
     timelines = [file for file in sorted(path.glob("*.json")) if pictures.is_timeline(file)]
     if not timelines:
-        raise usage_error(f"{path} holds no timeline; save one there as .json")
+        raise options.usage_error(f"{path} holds no timeline; save one there as .json")
     timelines.sort(key=lambda file: "simulated" not in file.name)  # simulated ones first
     return pictures.load(timelines)
 

@@ -35,10 +35,8 @@ class Report:
 def environment(rank: int, ranks: int, tcp_store: Any) -> dict[str, str]:
     """The environment variables of torchrun for a rank of one machine whose launcher holds the store."""
     return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)),
         "MASTER_ADDR": tcp_store.host,
         "MASTER_PORT": str(tcp_store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher holds the store: rank 0 must not start one

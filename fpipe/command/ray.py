@@ -72,10 +72,10 @@ def _accelerator(resources: dict[str, float]) -> str:
 def _insufficient(ranks: int, bundle: dict[str, float], has: dict[str, float]) -> str:
     wanted = ", ".join(f"{count * ranks:g} {name}" for name, count in bundle.items())
     there = ", ".join(f"{has.get(name, 0):g} {name}" for name in bundle)
-    remedy = (
-        "start fewer ranks, wait for the jobs that run there, or name the resource of each rank, as in on='ray:CPU'"
+    return (
+        f"ranks={ranks} need {wanted} and the Ray cluster has {there}, or they are taken; start fewer ranks, wait for "
+        f"the jobs that run there, or name the resource of each rank, as in on='ray:CPU'"
     )
-    return f"ranks={ranks} need {wanted} and the Ray cluster has {there}, or they are taken; {remedy}"
 
 
 def _actor(ray: Any, group: Any, index: int, bundle: dict[str, float]) -> Any:

@@ -83,10 +83,8 @@ class Placement:
         for rank, held in enumerate(stages_by_rank):
             for stage in held:
                 if stage in rank_of:
-                    raise _refuse(
-                        f"stage {stage} is on rank {rank_of[stage]} and on rank {rank}; place it on one rank, "
-                        "or build Placement(paths, ranks, route) for replicas"
-                    )
+                    remedy = "place it on one rank, or build Placement(paths, ranks, route) for replicas"
+                    raise _refuse(f"stage {stage} is on rank {rank_of[stage]} and on rank {rank}; {remedy}")
                 rank_of[stage] = rank
         missing = sorted(set(range(max(rank_of, default=-1) + 1)) - set(rank_of))
         if missing:

@@ -128,9 +128,9 @@ class World:
     def describe(self, rank: int) -> str:
         """The last action and the error of a rank, as a sentence."""
         state = self.ranks[rank]
-        known = (
-            f"Rank {rank}'s last known action was {state.note}" if state.note else f"Nothing is known of rank {rank}"
-        )
+        known = f"Nothing is known of rank {rank}"
+        if state.note:
+            known = f"Rank {rank}'s last known action was {state.note}"
         if isinstance(state.error, GroupError) or state.error is None or isinstance(state.error, Killed):
             return known
         return f"{known}; it raised {type(state.error).__name__}: {state.error}"
