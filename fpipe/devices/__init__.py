@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Devices as records: the differences between cpu, cuda, xpu, npu, hpu and mps.
 
-``kinds`` is data; ``current`` uses ``torch.accelerator``. This package must not know groups or stages.
+``kinds`` is data; ``current`` uses ``torch.accelerator``; ``streams`` are those of random numbers. This package must
+not know groups or stages.
 """
 
-from .current import Memory, default_attention, distrusted, memory, pick, seed, synchronize
+from .current import Memory, default_attention, distrusted, memory, pick, synchronize
 from .kinds import KINDS, DeviceKind, kind
+from .streams import Streams, drawn, exclusive, restore_streams, save_streams
 
 __all__ = [
-    "KINDS", "DeviceKind", "Memory", "default_attention", "distrusted", "kind", "memory", "pick", "seed", "synchronize",
+    "KINDS", "DeviceKind", "Memory", "Streams", "default_attention", "distrusted", "drawn", "exclusive", "kind", "memory",
+    "pick", "restore_streams", "save_streams", "synchronize",
 ]  # fmt: skip

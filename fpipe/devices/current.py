@@ -88,18 +88,6 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def seed(device: torch.device, value: int) -> None:
-    """Seed the generators of the device and of the CPU, whose numbers may be copied to the device.
-
-    >>> seed(torch.device("cpu"), 7); a = torch.rand(2); seed(torch.device("cpu"), 7); bool((a == torch.rand(2)).all())
-    True
-    """
-    torch.default_generator.manual_seed(value)
-    if device.type not in ("cpu", "meta"):
-        with torch.device(device):
-            torch.get_device_module(device.type).manual_seed(value)
-
-
 def default_attention(device: str | torch.device) -> str:
     """The attention implementation for a model: ``"sdpa"`` on devices with fused kernels, else ``"eager"``.
 

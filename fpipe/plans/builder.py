@@ -205,7 +205,7 @@ class Builder:
         if program.nodes or program.outputs or own.eager:
             writes = self.writes(program, stage, mb)
             self.here.update(writes)
-            self.out.append(Step(program.name, action, reads, writes, program, own))  # type: ignore[arg-type]
+            self.out.append(Step(program.name, action, reads, writes, program, own, stage=stage))  # type: ignore[arg-type]
 
     def writes(self, program: Program, stage: int, mb: int) -> tuple[Key, ...]:
         """The keys of what a program computes."""

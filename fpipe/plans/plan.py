@@ -57,6 +57,7 @@ class Instruction:
     how: tuple[str, ...] = ()
     share: Share | None = None
     owner: Programs | None = field(default=None, compare=False, repr=False)  # to which the program belongs
+    stage: int = -1  # of the program: one past that of the action for the loss
 
     def __str__(self) -> str:
         what = {
@@ -201,3 +202,4 @@ class Step(NamedTuple):
     avals: tuple[Aval | Spec, ...] = ()
     how: tuple[str, ...] = ()
     share: Share | None = None
+    stage: int = -1

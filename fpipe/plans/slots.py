@@ -46,7 +46,8 @@ def assign(
         if step.kind != "ZERO" or writes:
             specs = tuple([spec_of(aval) if isinstance(aval, Aval) else aval for aval in step.avals])
             instructions.append(Instruction(step.kind, step.action, reads, writes, frees, step.program, step.peer,
-                                            step.number, specs, step.how, step.share, step.owner))  # fmt: skip
+                                            step.number, specs, step.how, step.share, step.owner,
+                                            step.stage))  # fmt: skip
     results = {key: slots[key] for key in wanted if key in slots}
     return Plan(
         rank, tuple(instructions), size, feeds, results, split, max(curve, default=0), tuple(curve), weaves,

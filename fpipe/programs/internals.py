@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of torch that programs read: schemas, storages, saved tensors of nodes, transforms, random streams.
+"""State of torch that programs read: schemas, storages, saved tensors of nodes, transforms.
 
 Most of it has private names. Knows no stages or programs. Tracing and dispatch modes are in ``fake`` and ``purity``.
 """
@@ -18,8 +18,6 @@ from .. import tree
 from ..tree import Tree
 
 Op: TypeAlias = torch._ops.OpOverload
-#: The states of random streams by device.
-Streams: TypeAlias = Sequence[tuple[torch.device, torch.Tensor]]
 
 _NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 _IS_WRAPPED = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
@@ -117,28 +115,3 @@ def functional(arguments: Tree) -> bool:
     False
     """
     return torch._C._are_functorch_transforms_active() and wrapped(*filter(tree.is_tensor, tree.leaves(arguments)))
-
-
-# ---- random streams -------------------------------------------------------------------------------------------------
-def save_streams(devices: Iterable[torch.device]) -> Streams:
-    """The states of the devices' default random streams.
-
-    >>> states = save_streams([torch.device("cpu")])
-    >>> first = torch.rand(2)
-    >>> restore_streams(states)
-    >>> bool((torch.rand(2) == first).all())
-    True
-    """
-    return [
-        (d, torch.get_rng_state() if d.type == "cpu" else torch.get_device_module(d).get_rng_state(d))
-        for d in devices if d.type != "meta"
-    ]  # fmt: skip
-
-
-def restore_streams(states: Streams) -> None:
-    """Put the streams back into saved states."""
-    for device, state in states:
-        if device.type == "cpu":
-            torch.set_rng_state(state)
-        else:
-            torch.get_device_module(device).set_rng_state(state, device)

@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from .. import tree
+from ..devices import exclusive
 from ..errors import StageError, TraceError
 from ..stage import Stage, as_stage
 from ..tree import AbstractTree, Aval, Static, Tree
@@ -89,9 +90,10 @@ def programs_of(stage: Stage, signature: Signature) -> Programs:
             'pass numbers, strings or None, or register its class (optree, namespace="fpipe")'
         ) from error
     if programs is None:
-        programs = store[key] = (eager_programs if eager else _trace)(stage, signature)
-        if isinstance(store, _Traces):
-            _limit(store, stage, key)
+        with exclusive():  # torch's tracing changes state of the process
+            programs = store[key] = (eager_programs if eager else _trace)(stage, signature)
+            if isinstance(store, _Traces):
+                _limit(store, stage, key)
     return programs
 
 

@@ -17,7 +17,6 @@ from .. import tree
 from ..errors import BatchError, StageError
 from ..plans.sharding import Shares
 from ..programs.autocast import without_autocast
-from ..programs.internals import restore_streams, save_streams
 from ..tree import Tree
 from .arguments import Call
 from .config import Config
@@ -56,12 +55,6 @@ class CachedPlans:
     def layout(self) -> ResultLayout:
         """Where the results are."""
         return ResultLayout(self.config, self.prepared)
-
-    @cached_property
-    def random_devices(self) -> set[torch.device]:
-        """The devices on which programs draw random numbers, if any do."""
-        group = self.config.group
-        return {group.device(rank) for rank in group.here} if self.prepared.random else set()
 
 
 class Cache:
@@ -193,7 +186,6 @@ def _run(
         feed(plans.feeders[rank], regs[rank])
         split_at = executable.plan.split
         runs[rank] = execute(executable, regs[rank], split_at if phase == 1 else 0, split_at if phase == 0 else None)
-    streams = save_streams(plans.random_devices if call.seed is not None else ())
     try:
         with torch.no_grad(), without_autocast():
             drive(runs, lambda rank: group.last_note(rank) or "waiting")
@@ -207,7 +199,6 @@ def _run(
         group.reset()
         raise
     finally:
-        restore_streams(streams)
         for r in regs.values():
             r.send_loss = None  # it refers to the registers
 

@@ -16,10 +16,10 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from .. import tree
+from ..devices import drawn
 from ..errors import ActionError, FpipeError
 from ..plans.keys import Input, inputs
 from ..plans.plan import Instruction, Plan
-from ..programs.internals import restore_streams, save_streams
 from ..programs.program import Program
 from .registers import Registers
 
@@ -99,22 +99,22 @@ def _origin(
         return f"it was handed {', '.join(given)} that held it or an infinity already"
     if not program.nodes:
         return f"in its value {name!r}"
-    cpu = torch.device("cpu")
-    before = save_streams([cpu])
-    if random is not None:
-        restore_streams([(cpu, random)])
-    try:
-        for index, (node, args, value) in enumerate(_values(program, values)):
-            items = value if isinstance(value, (tuple, list)) else (value,)
-            wrong = next(filter(None, map(_wrong, items)), "")
-            if wrong:
-                called = getattr(node.target, "overloadpacket", node.target)
-                what = getattr(called, "__name__", str(called))
-                ranges = ", ".join(map(_range, args)) or "nothing"
-                return f"first {wrong} in {what} (operation {index + 1} of {len(program.nodes)}), given {ranges}"
-    finally:
-        restore_streams(before)
-    return f"in its value {name!r}, and not again when the program was gone through a second time"
+    again = lambda box: _first_wrong(program, dict(zip(values, box, strict=True)))
+    found, _ = drawn(again, list(values.values()), torch.device("cpu"), random)
+    return found or f"in its value {name!r}, and not again when the program was gone through a second time"
+
+
+def _first_wrong(program: Program, values: Mapping[str, Any]) -> str:
+    """The first operation of a program with a wrong result; empty if there is none."""
+    for index, (node, args, value) in enumerate(_values(program, values)):
+        items = value if isinstance(value, (tuple, list)) else (value,)
+        wrong = next(filter(None, map(_wrong, items)), "")
+        if wrong:
+            called = getattr(node.target, "overloadpacket", node.target)
+            what = getattr(called, "__name__", str(called))
+            ranges = ", ".join(map(_range, args)) or "nothing"
+            return f"first {wrong} in {what} (operation {index + 1} of {len(program.nodes)}), given {ranges}"
+    return ""
 
 
 def _values(program: Program, values: Mapping[str, Any]) -> Iterator[tuple[fx.Node, list[Any], Any]]:

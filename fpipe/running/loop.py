@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..collectives.group import Group, Work
+from ..devices import drawn
 from ..errors import ActionError, DeadlockError, FpipeError, StageError
 from ..plans.plan import Instruction, Plan
 from ..programs.explain import where
@@ -25,6 +26,7 @@ from .copies import together
 from .registers import Registers
 
 StepFn: TypeAlias = Callable[[Registers], Any]
+RunFn: TypeAlias = Callable[[list[Any]], Sequence[Any]]
 #: Checks an instruction: its program's inputs and outputs, and the random state before it where it draws.
 Check: TypeAlias = Callable[[Instruction, Sequence[Any], Sequence[Any], torch.Tensor | None], None]
 
@@ -139,12 +141,8 @@ def _bind(ins: Instruction, rank: int, group: Group, options: Options) -> StepFn
 def _program(ins: Instruction, options: Options, rank: int, group: Group) -> StepFn:
     program, reads, frees = ins.program, ins.reads, ins.frees
     assert program is not None and ins.action is not None
-    run = program.run
-    where = (ins.action.stage, options.first + ins.action.microbatch, program.name) if program.random else None
-    resumes, leaves = program.stream or (False, False)  # a segment goes on with the stream of the one before
-    device = options.device
-    if options.check is not None:
-        run = _checked(run, options.check, ins)
+    run = program.run if options.check is None else _checked(program.run, options.check, ins)
+    draw = _drawing(run, ins, options) if program.random else None
     writes, targets = tuple((i, slot) for i, slot in enumerate(ins.writes) if slot >= 0), ins.writes
     every = len(writes) == len(targets)
     journal, note = group.journal, " ".join(filter(None, [str(ins.action), program.label]))
@@ -155,14 +153,7 @@ def _program(ins: Instruction, options: Options, rank: int, group: Group) -> Ste
         for i in frees:
             slots[i] = None
         journal(rank, note)
-        if where is not None and r.seed is not None:
-            if resumes:
-                _stream(device, r.streams.pop(where))
-            else:
-                _seed(device, r.seed, *where)
-        out = run(box)
-        if leaves and where is not None and r.seed is not None:
-            r.streams[where] = _stream(device)
+        out = run(box) if draw is None else draw(r, box)
         if every:
             for slot, value in zip(targets, out):  # noqa: B905  (lengths agree by construction)
                 slots[slot] = value
@@ -173,25 +164,31 @@ def _program(ins: Instruction, options: Options, rank: int, group: Group) -> Ste
     return step
 
 
-def _seed(device: torch.device, seed: int, stage: int, mb: int, letter: str) -> None:
-    """Set the device's random stream for one program run: a function of (seed, stage, microbatch) alone."""
+def _drawing(run: RunFn, ins: Instruction, options: Options) -> Callable[[Registers, list[Any]], Sequence[Any]]:
+    """Run a program that draws on the stream of its stage, microbatch and letter."""
+    program, device = ins.program, options.device
+    assert program is not None and ins.action is not None
+    where = (ins.stage, options.first + ins.action.microbatch, program.name)
+    resumes, leaves = program.stream or (False, False)  # a segment goes on with the stream of the one before
+
+    def draw(r: Registers, box: list[Any]) -> Sequence[Any]:
+        if r.seed is None:
+            return drawn(run, box, device, None)[0]
+        out, state = drawn(run, box, device, r.streams.pop(where) if resumes else _seed(r.seed, *where), leaves)
+        if state is not None:
+            r.streams[where] = state
+        return out
+
+    return draw
+
+
+def _seed(seed: int, stage: int, mb: int, letter: str) -> int:
+    """The seed of one run of a program, as the documentation of ``seed=`` states it."""
     text = f"{seed}/{stage}/{mb}/{letter}".encode()
-    mixed = int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
-    if device.type == "cpu":
-        torch.default_generator.manual_seed(mixed)
-    else:
-        torch.get_device_module(device).manual_seed(mixed)
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 
 
-def _stream(device: torch.device, state: torch.Tensor | None = None) -> torch.Tensor:
-    """The state of the device's random stream, set to ``state`` first if there is one."""
-    module, at = (torch, ()) if device.type == "cpu" else (torch.get_device_module(device), (device,))
-    if state is not None:
-        module.set_rng_state(state, *at)
-    return module.get_rng_state(*at) if state is None else state
-
-
-def _checked(run: Callable[[list[Any]], Any], check: Check, ins: Instruction) -> Callable[[list[Any]], Any]:
+def _checked(run: RunFn, check: Check, ins: Instruction) -> RunFn:
     assert ins.program is not None
     random = ins.program.random
 

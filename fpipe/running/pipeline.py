@@ -197,6 +197,9 @@ def pipeline(
     defines how fused actions run: ``"weave"``, ``"sequential"``, a function that gets both parts and returns both
     results, or a weave as data, a list of (which program, which segment).
 
+    With ``seed`` each draw is a function of the seed, the stage and the microbatch alone, whatever the schedule and the
+    number of ranks; the loss has a stream of its own. The same model cut into other stages draws other numbers.
+
     ``dp`` is the group of the copies of this pipeline, as in ``fpipe.init(dp=2).dp``; each copy gets a different part
     of the batch. Loss and gradients are averaged over the copies, or summed with ``reduction="sum"`` or
     ``fpipe.weighted``, whose weights are counted over all copies. The gradients of a stage are reduced after its last

@@ -68,7 +68,6 @@ class Prepared:
     inputs: Mapping[int, LoweringInput]
     interfaces: tuple[tuple[Interface, ...], ...]  # by kind
     loss: tuple[Programs | None, ...]  # by kind
-    random: bool  # whether a program draws random numbers
     tag: int = 0  # identifies what all ranks agreed on
 
     @property
@@ -106,11 +105,9 @@ def prepare(config: Config, request: Request) -> Prepared:
         rank: bind(plan, group, replace(options, device=group.device(rank)))
         for rank, plan in lower_together(inputs).items()
     }
-    programs = (ins.program for e in executables.values() for ins in e.plan.instructions)
-    random = any(program is not None and program.random for program in programs)
     return Prepared(
         request, executables, inputs, tuple(kind.interfaces for kind in traced), tuple(kind.loss for kind in traced),
-        random, tag_of(facts),
+        tag_of(facts),
     )  # fmt: skip
 
 

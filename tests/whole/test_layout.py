@@ -43,7 +43,7 @@ PACKAGES = {
     "generators": Entry("the catalogue of schedules; comparison, balance", "torch", "errors schedule schedules"),
     "stage": Entry("public value: Stage, remat", "programs, ranks", "devices errors"),
     "collectives": Entry("groups, messages, faults, capabilities", "schedules, programs", "devices errors tree"),
-    "programs": Entry("a function -> its programs F, B, I, W", "ranks, schedules", "errors stage tree"),
+    "programs": Entry("a function -> its programs F, B, I, W", "ranks, schedules", "devices errors stage tree"),
     "plans": Entry(
         "schedule + programs -> the instructions of one rank",
         "tensors, backends",
@@ -52,7 +52,7 @@ PACKAGES = {
     "running": Entry(
         "one call: configuration, preparation, feed, loop, results",
         "names of schedules, kinds of backends",
-        "collectives errors generators plans programs schedule schedules stage tree",
+        "collectives devices errors generators plans programs schedule schedules stage tree",
     ),
     "transforms": Entry("gradient transforms, (init, update)", "schedules", "collectives errors plans programs tree"),
     "interop": Entry(

@@ -164,7 +164,8 @@ def act_jointly(builder: Builder, action: AnyAction) -> None:
     owner = replace(mains[0][1], memory=dict(_memory([programs for _, programs, _, _ in mains])))
     builder.here.update(writes)
     joined = _joined([run[:3] for run in mains], function)
-    builder.out.append(Step("F", action.parts[0], reads, writes, joined, owner))
+    first = action.parts[0]
+    builder.out.append(Step("F", first, reads, writes, joined, owner, stage=first.stage))
     for run in runs:
         if run not in mains and run[0].op == "F":
             builder.run(*run)
@@ -191,7 +192,7 @@ def _joined(mains: Sequence[tuple[Action, Programs, Program]], function: Callabl
 
     inputs = tuple(f"{k}.{name}" for k, program in enumerate(programs) for name in program.inputs)
     outputs = tuple(f"{k}.{name}" for k, program in enumerate(programs) for name in program.outputs)
-    return Program("F", "", run, inputs, outputs, random=programs[0].random, label=f"with {mains[1][0]}")
+    return Program("F", "", run, inputs, outputs, random=any(p.random for p in programs), label=f"with {mains[1][0]}")
 
 
 def _memory(owners: Sequence[Programs]) -> Iterator[tuple[str, Held]]:

@@ -24,12 +24,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ... import tree
+from ...devices import Streams, restore_streams, save_streams
 from ...errors import StageError
 from ...stage import Remat, Stage
 from ...tree import AbstractLeaf, Aval, arriving
 from ..autocast import ambient, under
 from ..graphs import Held
-from ..internals import Streams, restore_streams, save_streams, versions
+from ..internals import versions
 from ..program import Program
 from ..signature import Result, Signature
 from ..stage_programs import Programs
@@ -268,7 +269,8 @@ class _Engine:
     ) -> Program:
         text = f"# {letter} of {self.stage.label}, on autograd: ({', '.join(inputs)}) -> ({', '.join(outputs)})\n"
         stage = f"{self.stage.label} {self.signature}"
-        return Program(letter, text, run, tuple(inputs), tuple(outputs), random=letter == "F", stage=stage)
+        # a backward may draw too: one under remat repeats the draws of F
+        return Program(letter, text, run, tuple(inputs), tuple(outputs), random=run is not _nothing, stage=stage)
 
 
 def _until_passed(check: Callable[..., None]) -> Callable[..., None]:

@@ -21,12 +21,13 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from ... import tree
+from ...devices import restore_streams, save_streams
 from ...errors import ActionError, FpipeError, StageError
 from ...stage import RECORDING, Remat, Stage
 from ...tree import Aval, contiguous, parts
 from .. import fake
 from ..explain import captured_gradient_error, explain, explained, where, write_error
-from ..internals import gradient_bytes, restore_streams, save_streams, storage_id, versions
+from ..internals import gradient_bytes, storage_id, versions
 from ..purity import pure_on_fakes, pure_on_numbers
 from ..signature import Outputs, Result, Signature, call, outputs_from, writes_into_leaf
 from .autograd_split import all_nodes, both, saved_tensors, survey
