@@ -13,18 +13,18 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .. import tree
 from ..errors import BatchError, StageError
 from ..plans.sharding import Shares
 from ..programs.autocast import without_autocast
 from ..tree import Tree
 from .arguments import Call
 from .config import Config
+from .cotangents import cotangents
 from .debugging import check_leaks, debugging
 from .feed import Feeder
 from .handshake import agree
 from .loop import drive, execute
-from .microbatches import Microbatches, merge, split
+from .microbatches import Microbatches, merge
 from .prepare import Prepared, prepare
 from .reduction import Weights
 from .registers import Registers
@@ -127,9 +127,9 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback]:
             raise StageError(
                 "this pullback was called before and what it needs is freed; call it with retain=True to keep it"
             )
+        rows = cotangents(call, [plans.prepared.output(mb) for mb in range(call.number)], dy)
         regs = {rank: r.copy() for rank, r in kept[0].items()} if retain else kept.pop()
-        cotangents = _cotangents(call, plans.prepared, dy)
-        _run(call, plans, regs, lambda feeder, r: feeder.fill_cotangents(r, cotangents), phase=1)
+        _run(call, plans, regs, lambda feeder, r: feeder.fill_cotangents(r, rows), phase=1)
         results = Results(plans.layout, regs, call, weights)
         return results.param_grads(), joined(results.input_grads(), call.x.uniform)
 
@@ -217,29 +217,3 @@ def _returned_by_each(call: Call, returned: dict[int, Any]) -> list[Any] | None:
     if config.outputs == "everywhere" and not config.local:
         returned = {mb: value for part in config.group.gather_objects(returned) for mb, value in part.items()}
     return [returned.get(mb) for mb in range(call.number)] if returned else None
-
-
-def _cotangents(call: Call, prepared: Prepared, dy: Tree) -> list[list[torch.Tensor | None]]:
-    """The leaves of dy by microbatch, cut as the outputs were; None for outputs that are no tensors."""
-    config = call.config
-    if config.placement.rank_of(config.stages - 1) not in config.group.here and dy is None:
-        return [[] for _ in range(call.number)]
-    parts = split(dy, call.number, "dy") if call.x.uniform or isinstance(dy, Microbatches) else list(dy)
-    out = []
-    for m, part in enumerate(parts):
-        y = prepared.output(m)
-        leaves: list[Any] = tree.leaves(part)
-        if len(leaves) == len(y.avals):
-            by_index = dict(zip(y.avals, leaves, strict=True))
-            leaves = [by_index.get(j) for j in range(len(y.leaves))]
-        if len(leaves) != len(y.leaves):
-            raise BatchError(f"dy has {len(leaves)} leaves where the outputs have {len(y.leaves)}")
-        for j, aval in y.avals.items():
-            leaf = leaves[j]
-            if aval.grad and tuple(leaf.shape) != aval.shape:
-                raise BatchError(
-                    f"dy has a leaf of shape {list(leaf.shape)} per microbatch where the output is {aval}; "
-                    "give dy the outputs' shape"
-                )
-        out.append(leaves)
-    return out

@@ -286,8 +286,8 @@ def vjp(
     """Outputs of the whole batch, and a pullback from their cotangents to ``(dparams, dx)``.
 
     The forwards of the schedule run now, the backwards when the pullback is called, so that a loss over the whole
-    batch can be computed in between. The pullback frees what it used: it can be called once, or several times with
-    ``retain=True``.
+    batch can be computed in between. The cotangents have the outputs' structure, shapes and dtypes, or ``None`` for a
+    leaf that has none. The pullback frees what it used: it can be called once, or several times with ``retain=True``.
     """
     if pipe.config.loss is not None:
         raise StageError("vjp takes a pipeline without a loss; leave loss= out, or use value_and_grad")
