@@ -116,6 +116,17 @@ def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from parts(inner)
 
 
+def address(tensor: torch.Tensor) -> int:
+    """Where the memory of a tensor begins, which is that of its views too; 0 where it has none.
+
+    >>> x = torch.ones(4)
+    >>> address(x) == address(x[2:]), address(x) == address(x.clone())
+    (True, False)
+    """
+    inner = next(parts(tensor), tensor)
+    return inner.untyped_storage().data_ptr() if inner.layout is torch.strided else 0
+
+
 # ---- abstract leaves and trees --------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,6 @@ from .kinds import KINDS, DeviceKind, kind
 from .streams import Streams, drawn, exclusive, restore_streams, save_streams
 
 __all__ = [
-    "KINDS", "DeviceKind", "Memory", "Streams", "default_attention", "distrusted", "drawn", "exclusive", "kind", "memory",
-    "pick", "restore_streams", "save_streams", "synchronize",
+    "KINDS", "DeviceKind", "Memory", "Streams", "default_attention", "distrusted", "drawn", "exclusive", "kind",
+    "memory", "pick", "restore_streams", "save_streams", "synchronize",
 ]  # fmt: skip

@@ -99,6 +99,13 @@ class Call:
         takers = [stage for stage, names in enumerate(self.config.sides) if names]
         return {(s, m): tree.leaves(self.side_inputs(s, m)) for s in takers for m in range(self.number)}
 
+    @property
+    def batch_leaves(self) -> list[Any]:
+        """The leaves of the batch, the targets, the side inputs and the states."""
+        parts = (self.x, *self.targets, *self.sides.values())
+        states = [leaf for leaves, _ in self.state_leaves.values() for leaf in leaves]
+        return [*states, *(leaf for part in parts for leaf in part.leaves)]
+
     def weights(self) -> Weights | None:
         """The weights of the microbatches' losses; None without a loss. Copies of the pipeline communicate here."""
         config = self.config

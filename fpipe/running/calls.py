@@ -130,7 +130,7 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback]:
         rows = cotangents(call, [plans.prepared.output(mb) for mb in range(call.number)], dy)
         regs = {rank: r.copy() for rank, r in kept[0].items()} if retain else kept.pop()
         _run(call, plans, regs, lambda feeder, r: feeder.fill_cotangents(r, rows), phase=1)
-        results = Results(plans.layout, regs, call, weights)
+        results = Results(plans.layout, regs, call, weights, rows)
         return results.param_grads(), joined(results.input_grads(), call.x.uniform)
 
     return (y if call.state is None else (y, results.states())), pullback
@@ -160,7 +160,7 @@ def _run_all(call: Call, cache: Cache) -> tuple[Results, dict[int, Any]]:
     def each(mb: int, tensors: list[torch.Tensor]) -> None:
         """Pass a microbatch's output to the caller's function; keep no reference to it."""
         assert call.each is not None
-        y = plans.prepared.output(mb).fill(tensors)
+        y = plans.prepared.output(mb).fill(results.apart(tensors, set()))
         tensors.clear()
         returned[mb] = call.each(mb, y)
 

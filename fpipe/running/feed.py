@@ -27,6 +27,7 @@ class Feeder:
         self.move = device.type != "cpu"
         self.rows: dict[tuple[object, ...], tuple[Row, list[tuple[int, int]]]] = {}  # with (slot, index in the row)
         self.params: list[int] = []
+        self.returned = prepared.request.wants_dx  # the gradient of x may be the cotangent of a loss itself
         self.seeds: dict[torch.dtype, list[tuple[int, int]]] = {}
         self.cotangents: list[tuple[int, int, int]] = []
         for key, slot in plan.feeds.items():
@@ -59,6 +60,8 @@ class Feeder:
             return
         for dtype, seeds in self.seeds.items():  # one cotangent for all losses where one number weights them all
             common = None if weights.number is None else weights.cotangent(0, dtype, self.device)
+            if common is not None and self.returned:
+                common = common.clone()
             for slot, mb in seeds:
                 slots[slot] = weights.cotangent(mb, dtype, self.device) if common is None else common
 

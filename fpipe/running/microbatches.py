@@ -118,6 +118,11 @@ class Parts:
             for leaf in self._leaves[0]:
                 _check_leaf(leaf, parts, name, shared_scalars)
 
+    @property
+    def leaves(self) -> list[Any]:
+        """The leaves as they were passed."""
+        return [leaf for leaves in self._leaves for leaf in leaves]
+
     @cached_property
     def rows(self) -> Sequence[Sequence[Any]]:
         """The leaves of every microbatch: views of the caller's tensors."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -98,12 +99,14 @@ class Results:
     """The results of a run, gathered on demand. Every process must ask for the same ones."""
 
     def __init__(
-        self, layout: ResultLayout, regs: Mapping[int, Registers], call: Call, weights: Weights | None
+        self, layout: ResultLayout, regs: Mapping[int, Registers], call: Call, weights: Weights | None,
+        cotangents: Iterable[Sequence[torch.Tensor | None]] = (),
     ):  # fmt: skip
-        self.layout, self.regs, self.call, self.weights = layout, regs, call, weights
+        self.layout, self.regs, self.call, self.weights, self.cotangents = layout, regs, call, weights, cotangents
         self.config, self.prepared, self.request = layout.config, layout.prepared, layout.prepared.request
         self.group, self.path = self.config.group, self.request.schedule.placement.path
         self.stages, self.number = self.config.stages, call.number
+        self.joins = call.x.uniform and call.number > 1  # results are joined to a batch, and so copied
 
     def leave_loss(self) -> None:
         """Receive the loss where it is sent in any case, although the caller does not want it."""
@@ -123,6 +126,28 @@ class Results:
             return self.group.share(None if values is None else tuple(values), tuple(map(spec_of, avals)), rank)
         assert values is not None
         return values
+
+    # ---- memory -------------------------------------------------------------------------------------------------
+    @cached_property
+    def _callers(self) -> set[int]:
+        """The memory of the caller's tensors, which results may be; parameters and captured tensors are copied in F."""
+        given = chain(self.call.batch_leaves, *self.cotangents)
+        return {tree.address(leaf) for leaf in given if tree.is_tensor(leaf)} - {0}
+
+    @cached_property
+    def _returned(self) -> set[int]:
+        """The memory of results that were read before."""
+        return set()
+
+    def apart(self, values: Iterable[torch.Tensor], returned: set[int] | None = None) -> list[torch.Tensor]:
+        """Results, copied where a write into one would change an argument or another result."""
+        returned, out = self._returned if returned is None else returned, []
+        for value in values:
+            at = tree.address(value)
+            shared = at in self._callers or at in returned
+            out.append(value.clone(memory_format=torch.contiguous_format) if shared else value)
+            returned |= {at} - {0}
+        return out
 
     # ---- the loss -----------------------------------------------------------------------------------------------
     def loss(self) -> torch.Tensor:
@@ -192,7 +217,7 @@ class Results:
         assert loss is not None
         source = self.layout.graph(mb).source  # a leaf may be an input that the loss returned as it was
         values = self._get(rank, ((source(loss, self.stages, name), mb) for name in loss.ys if name is not None))
-        return loss.outputs.y.fill(self._share(values, loss.outputs.y.avals.values(), rank))[1]
+        return loss.outputs.y.fill(self.apart(self._share(values, loss.outputs.y.avals.values(), rank)))[1]
 
     # ---- outputs ------------------------------------------------------------------------------------------------
     def outputs(self) -> list[Tree] | None:
@@ -211,7 +236,7 @@ class Results:
             values = self._share(values, y.avals.values(), rank)
         if values is None:
             values = [torch.zeros(a.shape, dtype=a.dtype, device=self.config.device) for a in y.avals.values()]
-        return y.fill(values)
+        return y.fill(values if self.joins else self.apart(values))
 
     # ---- gradients ----------------------------------------------------------------------------------------------
     def param_grads(self) -> Sequence[Tree]:
@@ -246,7 +271,8 @@ class Results:
             for index in x.wanted:
                 source = graph.cotangent(-1, index)
                 grads = None if source is None else self._get(rank, [(source, mb)])
-                leaves[index] = self._of_all(grads[0] if grads else torch.zeros_like(self.call.x.rows[mb][index]))
+                dx = self._of_all(grads[0] if grads else torch.zeros_like(self.call.x.rows[mb][index]))
+                leaves[index] = dx if self.joins else self.apart([dx])[0]
             out.append(tree.unflatten(x.spec, leaves))
         return out
 
@@ -278,4 +304,4 @@ class Results:
         if replicated:
             values = self._share(values, state.avals.values(), rank)
         assert values is not None
-        return state.fill(values) if here else None
+        return state.fill(self.apart(values)) if here else None

@@ -31,19 +31,3 @@ def test_a_value_changed_before_the_pullback_is_reported(changed: str, engine: s
         return
     for grad, other in zip(grads, expected, strict=True):
         assert torch.equal(grad, other)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_an_identity_stage_returns_no_tensor_of_the_caller(engine: str):
-    x = X.clone()
-    pipe = fpipe.pipeline([lambda p, x: x] * 2, microbatches=1, group=fpipe.local(2), engine=engine)
-    y = pipe([None, None], x)
-    assert y.data_ptr() != x.data_ptr()
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_an_identity_stage_returns_no_microbatch_of_the_caller(engine: str):
-    parts = [X[:2].clone(), X[2:].clone()]
-    pipe = fpipe.pipeline([lambda p, x: x], group=fpipe.local(1), microbatches=2, engine=engine)
-    y = pipe([None], fpipe.Microbatches(parts))
-    assert not {part.data_ptr() for part in y} & {part.data_ptr() for part in parts}

@@ -134,7 +134,8 @@ class _Engine:
         if ends:
             self.check_captured(ends, xs, ps)
         callers = _storages(groups)
-        fresh = [_detached(ys[j], callers) for j in self.facts.outputs.y.avals if j not in self.facts.passed]
+        facts, copied = self.facts, set(map(tree.address, (ys[j] for j in self.facts.captured)))
+        fresh = [_detached(ys[j], callers | copied) for j in facts.outputs.y.avals if j not in facts.passed]
         aux = [] if result.aux is None else [_detached(result.aux, callers)]
         return (*fresh, *aux, *(t.detach() for t in new_state)), Tape(ends, xs, ps, hooked)
 

@@ -39,12 +39,13 @@ Groups: TypeAlias = list[list[Any]]
 class StageFacts:
     """What is known of a stage function.
 
-    ``passed`` are the outputs that are inputs, by index. ``saved`` and ``kept`` are the bytes held from F to I and from
-    I to W, where known; ``dx`` the input gradients, where known.
+    ``passed`` are the outputs that are inputs, by index, ``captured`` those that are captured tensors. ``saved`` and
+    ``kept`` are the bytes held from F to I and from I to W, where known; ``dx`` the input gradients, where known.
     """
 
     outputs: Outputs
     passed: Mapping[int, int] = field(default_factory=dict)
+    captured: frozenset[int] = frozenset()
     saved: int | None = None
     kept: int | None = None
     dx: Mapping[int, Aval] = field(default_factory=dict)
@@ -147,7 +148,9 @@ def _observed(stage: Stage, signature: Signature, create: Callable[[Aval], torch
     outputs = outputs_from(stage, result, copies)
     inputs = {id(leaf): i for i, leaf in enumerate(groups[1])}
     ys = tree.leaves(result.y)
-    facts = StageFacts(outputs, {j: inputs[id(ys[j])] for j in outputs.y.avals if id(ys[j]) in inputs})
+    passed = {j: inputs[id(ys[j])] for j in outputs.y.avals if id(ys[j]) in inputs}
+    real = (j for j in outputs.y.avals if create is fake.empty and not fake.is_fake(ys[j]))
+    facts = StageFacts(outputs, passed, frozenset(real))
     return _with_graph(stage, facts, groups, list(filter(tree.is_tensor, (*ys, result.aux))))
 
 
