@@ -179,6 +179,15 @@ class Plan:
     weaves: Mapping[str, Weave] = field(default_factory=dict)  # by fused action
     row: Row = ()  # the actions of the rank, those included that need no instruction
 
+    def carried(self) -> tuple[int, ...]:
+        """The slots that are filled before ``split`` and read after it."""
+        read: dict[int, None] = {}
+        written: set[int] = set()
+        for ins in self.instructions[self.split :]:
+            read |= dict.fromkeys(slot for slot in ins.reads if slot not in written)
+            written.update(ins.writes)
+        return tuple(read)
+
     def __str__(self) -> str:
         head = f"rank {self.rank}: {len(self.instructions)} instructions, {self.slots} slots, peak {self.peak:,} bytes"
         lines = [head, *(f"  {i:4d}  {ins}" for i, ins in enumerate(self.instructions))]

@@ -16,6 +16,8 @@ import torch
 from ..errors import BatchError, StageError
 from ..plans.sharding import Shares
 from ..programs.autocast import without_autocast
+from ..programs.eager.autograd_split import retaining
+from ..programs.internals import versions
 from ..tree import Tree
 from .arguments import Call
 from .config import Config
@@ -50,6 +52,11 @@ class CachedPlans:
         """Where fed values come from, by rank."""
         group = self.config.group
         return {r: Feeder(plan, self.prepared, group.device(r)) for r, plan in self.prepared.plans.items()}
+
+    @cached_property
+    def carried(self) -> Mapping[int, tuple[int, ...]]:
+        """The slots that are filled before the backwards and that these read, by rank."""
+        return {rank: plan.carried() for rank, plan in self.prepared.plans.items()}
 
     @cached_property
     def layout(self) -> ResultLayout:
@@ -120,6 +127,7 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback]:
     results = Results(plans.layout, regs, call, weights)
     y = joined(results.outputs(), call.x.uniform)
     kept: list[AllRegisters] = [regs]
+    before = _versions(plans, regs)
 
     def pullback(dy: Tree, *, retain: bool = False) -> tuple[Tree, Tree]:
         """Gradients of the parameters and the input for the outputs' cotangents."""
@@ -128,12 +136,23 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback]:
                 "this pullback was called before and what it needs is freed; call it with retain=True to keep it"
             )
         rows = cotangents(call, [plans.prepared.output(mb) for mb in range(call.number)], dy)
+        if _versions(plans, kept[0]) != before:
+            raise StageError(
+                "a tensor that this pullback needs was changed in place since fpipe.vjp returned: a parameter, the "
+                "batch, a side input or an output; call the pullback first, or change a copy"
+            )
         regs = {rank: r.copy() for rank, r in kept[0].items()} if retain else kept.pop()
-        _run(call, plans, regs, lambda feeder, r: feeder.fill_cotangents(r, rows), phase=1)
+        with retaining(retain):
+            _run(call, plans, regs, lambda feeder, r: feeder.fill_cotangents(r, rows), phase=1)
         results = Results(plans.layout, regs, call, weights, rows)
         return results.param_grads(), joined(results.input_grads(), call.x.uniform)
 
     return (y if call.state is None else (y, results.states())), pullback
+
+
+def _versions(plans: CachedPlans, regs: AllRegisters) -> list[list[int]]:
+    """How often each tensor that the backwards need was written to."""
+    return [versions([regs[rank].slots[slot] for slot in slots]) for rank, slots in plans.carried.items()]
 
 
 def joined(parts: Sequence[Tree] | None, whole: bool) -> Tree:

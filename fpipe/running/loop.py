@@ -50,6 +50,8 @@ class Options:
     first: int = 0  # the number of the first microbatch among those of all copies
 
 
+#: Part of autograd's message, which concerns stages with engine="eager".
+_CHANGED = "modified by an inplace operation"
 #: A profiler: from a bound plan, steps of it and the first one's number to steps that record when they ran.
 WATCH: ContextVar[Callable[[Executable, Sequence[StepFn], int], Sequence[StepFn]] | None] = ContextVar(
     "WATCH", default=None
@@ -333,4 +335,5 @@ def _explain(error: Exception, ins: Instruction, rank: int) -> ActionError:
     what = ins.kind if ins.action is None else f"each= after {ins.action}" if ins.kind == "EACH" else str(ins.action)
     whose = f" ({ins.program.stage})" if ins.program is not None and ins.program.stage else ""
     kind = "" if isinstance(error, FpipeError) else f" raised {type(error).__name__}{where(error)}"
-    return ActionError(f"{what}{whose} on rank {rank}{kind}: {error} {from_tensors}".rstrip())
+    hint = "; a tensor that a backward needs was changed in place: change a copy" if _CHANGED in str(error) else ""
+    return ActionError(f"{what}{whose} on rank {rank}{kind}: {error} {from_tensors}".rstrip() + hint)

@@ -288,6 +288,7 @@ def vjp(
     The forwards of the schedule run now, the backwards when the pullback is called, so that a loss over the whole
     batch can be computed in between. The cotangents have the outputs' structure, shapes and dtypes, or ``None`` for a
     leaf that has none. The pullback frees what it used: it can be called once, or several times with ``retain=True``.
+    Where parameters, the batch or outputs that it needs were changed in place, it raises an error.
     """
     if pipe.config.loss is not None:
         raise StageError("vjp takes a pipeline without a loss; leave loss= out, or use value_and_grad")

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -238,6 +240,19 @@ def _take(cell: list[Any], _: None) -> torch.Tensor:
     return tensor
 
 
+_RETAIN = ContextVar("RETAIN", default=False)
+
+
+@contextmanager
+def retaining(on: bool) -> Iterator[None]:
+    """Whether backwards keep the graphs that they go through, for another one of the same forward."""
+    token = _RETAIN.set(on)
+    try:
+        yield
+    finally:
+        _RETAIN.reset(token)
+
+
 # ---- computing ------------------------------------------------------------------------------------------------------
 
 
@@ -254,7 +269,7 @@ def of_inputs(
     seen: Survey,
 ) -> tuple[Grads, Kept]:  # fmt: skip
     """Gradients of the inputs, and what W needs for the parameters."""
-    cells = _movable(seen.passed)
+    cells = [] if _RETAIN.get() else _movable(seen.passed)
     early = {index: edge for index, edge in ps.items() if index not in seen.late}
     ports = [(fork, port) for fork in seen.forks for port in fork.ports]
     wanted = [*xs.values(), *early.values(), *(GradientEdge(fork.node, port) for fork, port in ports)]
@@ -302,4 +317,4 @@ def _grad(
     if not ends or not wanted:
         return [None] * len(wanted)
     edges, cotangents = zip(*ends, strict=True)
-    return torch.autograd.grad(edges, wanted, cotangents, retain_graph=keep, allow_unused=True)
+    return torch.autograd.grad(edges, wanted, cotangents, retain_graph=keep or _RETAIN.get(), allow_unused=True)

@@ -67,10 +67,11 @@ class Tape(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """What a stage under remat needs to run once more: its arguments and the states of the random streams."""
+    """What a stage under remat needs to run once more: its arguments, their versions, and the random streams."""
 
     groups: list[list[Any]]
     random: Streams
+    versions: list[list[int]]
 
 
 class _Engine:
@@ -96,7 +97,7 @@ class _Engine:
             groups[g][i] = value
         box.clear()
         if isinstance(self.stage.fn, Remat) and self.trained:
-            replay = Replay(groups, save_streams(self.devices))
+            replay = Replay(groups, save_streams(self.devices), list(map(versions, groups)))
             return (*self.record(groups, grad=False)[0], replay)
         outs, tape = self.record(groups, grad=self.trained)
         return (*outs, tape) if self.trained else outs
@@ -105,6 +106,11 @@ class _Engine:
         """The recorded graph; of a stage under remat, recorded now, with the random draws of F."""
         if isinstance(held, Tape):
             return held
+        if list(map(versions, held.groups)) != held.versions:
+            raise StageError(
+                f"an argument of stage {self.stage.label}, which runs again in its backward, was changed in place "
+                "since the forward; change a copy"
+            )
         with ExitStack() as stack:
             stack.callback(restore_streams, save_streams(self.devices))
             restore_streams(held.random)
