@@ -11,7 +11,7 @@ ARGS   ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fuzz golden lint format bench bench-gpu docs clean
+.PHONY: help demo test test-torch fuzz golden lint format bench bench-gpu docs clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -41,6 +41,17 @@ demo: $(VENV)/.installed ## train a small GPT through 4 processes, and check its
 
 test: $(VENV)/.installed-dev ## the whole suite; ARGS="-k name" for a part, JOBS=1 for one process
 	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+TORCH ?= 2.15.0
+OTHER := .venv-torch-$(TORCH)
+
+test-torch: | $(VENV)/.installed-dev ## the whole suite with another torch, in an environment of its own; TORCH=2.11.0
+	@test -x $(OTHER)/bin/python || $(VENV)/bin/python -m venv $(OTHER)
+	@test -f $(OTHER)/.installed || { echo "installing torch $(TORCH) into $(OTHER) (several GB) ..."; \
+		grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt; \
+		$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt \
+			torch==$(TORCH) -e '.[test]' && touch $(OTHER)/.installed; }
+	@$(OTHER)/bin/python -m pytest -n $(JOBS) $(ARGS)
 
 fuzz: $(VENV)/.installed-dev ## random pipelines against plain autograd; ARGS="--minutes 10", ARGS="--case 7"
 	@$(BIN)/python -m tests.fuzz $(ARGS)
