@@ -60,6 +60,9 @@ class Gloo(dist.ProcessGroup):
     def barrier(self, opts):
         return self.inner.barrier(opts)
 
+    def _get_backend(self, device):  # torch 2.15 reads ``supports_coalescing`` of it
+        return self
+
     def send(self, tensors, dst: int, tag: int):
         return self.inner.send(tensors, dst, tag)
 
