@@ -21,7 +21,7 @@ from ._store import Store, connection
 T = TypeVar("T")
 
 
-class StoreLost(RuntimeError):
+class StoreLostError(RuntimeError):
     """The store did not answer in time, or its process is gone."""
 
 
@@ -87,8 +87,8 @@ class BoundedStore:
         self._lost_at = float("-inf")
         return call.result
 
-    def _error(self) -> StoreLost:
-        return StoreLost(f"the store of the job timed out: no answer within {self.seconds:g} s")
+    def _error(self) -> StoreLostError:
+        return StoreLostError(f"the store of the job timed out: no answer within {self.seconds:g} s")
 
 
 class _Call:
