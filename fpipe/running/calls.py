@@ -104,28 +104,32 @@ class Cache:
 # ---- what can be done with a call -----------------------------------------------------------------------------------
 def forward(call: Call, cache: Cache) -> Tree:
     """Loss or outputs, forward alone."""
-    if call.config.loss is not None:
-        return _value(call, _run_all(call, cache)[0])
-    results, returned = _run_all(call, cache)
-    y = joined(results.outputs(), call.x.uniform) if call.each is None else _returned_by_each(call, returned)
-    return y if call.state is None else (y, results.states())
+    with call.config.claim:
+        results, returned = _run_all(call, cache)
+        if call.config.loss is not None:
+            return _value(call, results)
+        y = joined(results.outputs(), call.x.uniform) if call.each is None else _returned_by_each(call, returned)
+        return y if call.state is None else (y, results.states())
 
 
 def value_and_grad(call: Call, cache: Cache, value: bool = True) -> tuple[Tree, tuple[Tree, ...]]:
     """The value, where it is wanted, and gradients in the order of ``call.wanted``."""
-    results, _ = _run_all(call, cache)
-    by_argument = {0: results.param_grads, 1: lambda: joined(results.input_grads(), call.x.uniform)}
-    grads = {n: by_argument[n]() for n in call.wanted}
-    return _value(call, results) if value else results.leave_loss(), tuple(grads[n] for n in call.wanted)
+    with call.config.claim:
+        results, _ = _run_all(call, cache)
+        by_argument = {0: results.param_grads, 1: lambda: joined(results.input_grads(), call.x.uniform)}
+        grads = {n: by_argument[n]() for n in call.wanted}
+        return _value(call, results) if value else results.leave_loss(), tuple(grads[n] for n in call.wanted)
 
 
 def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback]:
     """The forward phase now; the backward phase in the pullback."""
-    plans, weights = _ready(call, cache)
     regs: AllRegisters = {}
-    _run(call, plans, regs, lambda feeder, r: feeder.fill(r, call, weights), phase=0)
-    results = Results(plans.layout, regs, call, weights)
-    y = joined(results.outputs(), call.x.uniform)
+    with call.config.claim:
+        plans, weights = _ready(call, cache)
+        _run(call, plans, regs, lambda feeder, r: feeder.fill(r, call, weights), phase=0)
+        results = Results(plans.layout, regs, call, weights)
+        y = joined(results.outputs(), call.x.uniform)
+        y = y if call.state is None else (y, results.states())
     kept: list[AllRegisters] = [regs]
     before = _versions(plans, regs)
 
@@ -141,13 +145,13 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback]:
                 "a tensor that this pullback needs was changed in place since fpipe.vjp returned: a parameter, the "
                 "batch, a side input or an output; call the pullback first, or change a copy"
             )
-        regs = {rank: r.copy() for rank, r in kept[0].items()} if retain else kept.pop()
-        with retaining(retain):
+        with call.config.claim, retaining(retain):
+            regs = {rank: r.copy() for rank, r in kept[0].items()} if retain else kept.pop()
             _run(call, plans, regs, lambda feeder, r: feeder.fill_cotangents(r, rows), phase=1)
-        results = Results(plans.layout, regs, call, weights, rows)
-        return results.param_grads(), joined(results.input_grads(), call.x.uniform)
+            results = Results(plans.layout, regs, call, weights, rows)
+            return results.param_grads(), joined(results.input_grads(), call.x.uniform)
 
-    return (y if call.state is None else (y, results.states())), pullback
+    return y, pullback
 
 
 def _versions(plans: CachedPlans, regs: AllRegisters) -> list[list[int]]:

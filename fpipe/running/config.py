@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 
 from .. import tree
+from ..collectives.claim import Claim
 from ..collectives.group import Group
 from ..errors import StageError
 from ..generators import Source, schedule_from
@@ -106,6 +107,11 @@ class Config:
     def local(self) -> bool:
         """Whether all ranks are in this process."""
         return len(self.group.here) == self.group.size
+
+    @cached_property
+    def claim(self) -> Claim:
+        """The groups that a call uses, for the length of the call."""
+        return Claim(self.group) if self.copies is None else Claim(self.group, self.copies.group)
 
     @property
     def device(self) -> torch.device:

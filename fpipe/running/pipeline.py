@@ -138,7 +138,8 @@ class Pipeline:
     def plan(self, params: Sequence[Tree], x: Tree, *targets: Tree, **side: Tree) -> Plans:
         """What each rank of this process will run for these arguments, and its peak memory; print it."""
         call = self.call("vjp" if self.config.loss is None else "grad", params, x, targets, side)
-        return Plans(self.cache.plans_for(call).prepared)
+        with self.config.claim:
+            return Plans(self.cache.plans_for(call).prepared)
 
 
 class Plans:

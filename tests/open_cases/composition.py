@@ -139,23 +139,3 @@ def test_a_stage_over_a_tensor_of_torch_func_says_what_to_do(engine: str):
     scale = torch.tensor(2.0, requires_grad=True)
     squared(layer(params[1], layer(params[0], X)) * scale, Y).backward()
     torch.testing.assert_close(found, scale.grad)
-
-
-def test_a_pipeline_inside_each_does_not_mix_messages():
-    """The inner call runs on the group whose outer call is not over."""
-    group = fpipe.local(2)
-    params = parameters()
-    outer = fpipe.pipeline([layer, layer], microbatches=4, group=group)
-    inner = fpipe.pipeline([layer, layer], microbatches=2, group=group)
-    alone = inner(params, X)
-
-    def each(number: int, y: Tensor) -> Tensor:
-        return inner(params, X)
-
-    try:
-        results = outer(params, X, each=each)
-    except fpipe.FpipeError as error:
-        assert "in use" in str(error)
-        return
-    for result in results:
-        assert torch.equal(result, alone)
