@@ -67,6 +67,17 @@ def is_floating(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
+def sum_dtype(dtype: torch.dtype, wide: torch.dtype | None) -> torch.dtype:
+    """The dtype in which gradients of a dtype are added up, where ``accumulate=`` names ``wide``.
+
+    >>> sum_dtype(torch.bfloat16, torch.float32), sum_dtype(torch.complex64, torch.float64)
+    (torch.float32, torch.complex128)
+    """
+    if wide is None or not (dtype.is_floating_point or dtype.is_complex):
+        return dtype
+    return torch.promote_types(dtype, wide) if dtype.is_complex else wide
+
+
 def describe(leaves: Sequence[Any]) -> str:
     """Leaves for a message.
 
@@ -220,12 +231,15 @@ def cache_key(leaf: Any) -> Any:
 class AbstractTree:
     """The structure of a pytree with its abstract leaves.
 
+    ``computed``: a stage computes it, the caller does not pass it.
+
     >>> str(AbstractTree.of({"x": torch.ones(2), "n": 3}))
     '3, float32[2]'
     """
 
     spec: Structure
     leaves: tuple[AbstractLeaf, ...]
+    computed: bool = False
 
     @classmethod
     def of(cls, value: Tree, grad: bool = False) -> AbstractTree:

@@ -182,7 +182,7 @@ class _Receipt:
         tensors = channel.box.pop(self._number)
         specs = self._specs
         if len(tensors) == len(specs) and all(
-            t.stride() == s.stride and t.shape == s.shape and t.dtype == s.dtype
+            t.stride() == s.stride and t.shape == s.shape and t.dtype == s.dtype and not t.is_conj() and not t.is_neg()
             for t, s in zip(tensors, specs, strict=False)
         ):
             return tensors

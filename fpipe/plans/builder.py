@@ -17,7 +17,7 @@ import torch
 from ..programs.program import Program
 from ..programs.stage_programs import Programs
 from ..schedules.actions import Action
-from ..tree import Aval, contiguous
+from ..tree import Aval, contiguous, sum_dtype
 from .gathering import parameter_key, steps_of_copies
 from .keys import BatchLeaf, Key, OutputCotangent, Source, State, Value, ZeroCotangent, grad, inputs
 from .messages import Messages
@@ -262,5 +262,4 @@ def input_gradients_of(kind: ProgramSet, mb: int) -> tuple[Key, ...]:
 
 def sum_of(aval: Aval, wide: torch.dtype | None) -> Aval:
     """What gradients of an aval are added up in."""
-    dtype = wide if wide is not None and aval.dtype.is_floating_point else aval.dtype
-    return aval._replace(stride=contiguous(aval.shape), dtype=dtype)
+    return aval._replace(stride=contiguous(aval.shape), dtype=sum_dtype(aval.dtype, wide))

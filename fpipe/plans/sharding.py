@@ -232,8 +232,7 @@ class Share:
 
     def dtype(self, bucket: Bucket) -> torch.dtype:
         """Of the values before and after."""
-        wide = self.wide if self.gradients and bucket.dtype.is_floating_point else None
-        return wide or bucket.dtype
+        return tree.sum_dtype(bucket.dtype, self.wide if self.gradients else None)
 
     def carried(self, bucket: Bucket) -> torch.dtype:
         """Of the memory of a bucket under way."""

@@ -47,6 +47,26 @@ def without_autocast() -> Iterator[None]:
 
 
 @contextmanager
+def caching(enabled: bool) -> Iterator[None]:
+    """Switch autocast's cache on or off, and empty it at the end.
+
+    The cache casts a parameter once for all its uses, so its gradient is added up in the narrow dtype. Without the
+    cache it is added up after the casts, which is another number.
+
+    >>> with caching(False):
+    ...     torch.is_autocast_cache_enabled()
+    False
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+        torch.clear_autocast_cache()
+
+
+@contextmanager
 def under(state: Ambient) -> Iterator[None]:
     """Switch autocast to a state returned by ``ambient()``.
 
@@ -57,4 +77,7 @@ def under(state: Ambient) -> Iterator[None]:
     with without_autocast(), ExitStack() as stack:
         for kind, dtype in state:
             stack.enter_context(torch.autocast(kind, dtype))
+        stack.callback(
+            torch.clear_autocast_cache
+        )  # inside the caller's autocast it would hold every microbatch's casts
         yield

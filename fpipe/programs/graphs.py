@@ -110,6 +110,7 @@ def normalize(graph: fx.GraphModule, names: Sequence[str]) -> None:
     clean(graph)
     simplify(graph)
     spell_out(graph)
+    resolve(graph)
     copy_shared_outputs(graph)
 
 
@@ -157,6 +158,27 @@ def _split_convolution(graph: fx.GraphModule, node: fx.Node) -> None:
     for item in [user for user in node.users if user.op == "call_function"]:
         item.args = (gradients[item.args[1] != 0], item.args[1])
     graph.graph.erase_node(node)
+
+
+def resolve(graph: fx.GraphModule) -> None:
+    """Resolve lazy conjugates and negations in what is returned: a message contains numbers, not flags of a tensor."""
+    output = next(iter(graph.graph.find_nodes(op="output")))
+    targets = {str(node.target) for node in graph.graph.nodes}
+    resolved: dict[fx.Node, fx.Node] = {}
+    for node in dict.fromkeys(n for n in output.args[0] if isinstance(n, fx.Node) and n.op == "call_function"):
+        value = value_of(node)
+        lazy = (
+            value is not None and ("aten._conj.default" if value.is_complex() else "aten._neg_view.default") in targets
+        )
+        if lazy:
+            with graph.graph.inserting_before(output):
+                resolved[node] = graph.graph.call_function(_resolved, (node,))
+            resolved[node].meta["val"] = value
+    output.args = ([resolved.get(n, n) for n in output.args[0]],)
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg()
 
 
 def copy_shared_outputs(graph: fx.GraphModule) -> None:

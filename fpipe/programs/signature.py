@@ -136,6 +136,18 @@ def _check_outputs(stage: Stage, ys: Sequence[Any], aux: object) -> None:
         )
 
 
+def entering(x: AbstractTree, leaves: Sequence[Any]) -> list[Any]:
+    """The leaves of x as the function gets them.
+
+    What another stage computed is no leaf of autograd in a run of the whole model, so it must not be one here: autocast
+    keeps its casts of leaves.
+    """
+    if not x.computed:
+        return list(leaves)
+    alias = torch.ops.aten.alias.default
+    return [alias(leaf) if i in x.wanted and leaf.requires_grad else leaf for i, leaf in enumerate(leaves)]
+
+
 def call(stage: Stage, signature: Signature, groups: Sequence[Sequence[Any]], copies: bool) -> Result:
     """Call the stage function on flat leaves."""
     p, x, side, state = (tree.unflatten(a.spec, leaves) for a, leaves in zip(signature, groups, strict=True))

@@ -28,14 +28,14 @@ from ..errors import StageError, TraceError
 from ..stage import Stage, as_stage
 from ..tree import AbstractTree, Aval, Static, Tree
 from . import fake
-from .autocast import ambient, without_autocast
+from .autocast import ambient, caching, without_autocast
 from .eager.engine import eager_programs
 from .explain import explained
 from .graphs import Held, annotation, constants, dense, draws, memory, normalize, value_of
 from .losses import LossCall
 from .marks import collecting, followed
 from .program import Program, compiled
-from .signature import Outputs, Signature, call, outputs_of
+from .signature import Outputs, Signature, call, entering, outputs_of
 from .stage_programs import Programs
 from .trace_split import Joint, Pieces, split
 
@@ -74,7 +74,7 @@ def trace(fn: Callable[..., Any] | Stage, params: Tree, x: Tree, *, state: Tree 
 
 def programs_of(stage: Stage, signature: Signature) -> Programs:
     """The programs of a stage for a signature and the autocast that is on, traced where they are not in the cache."""
-    key: Key = (stage.aux_loss, stage.state, stage.compile, ambient(), signature)
+    key: Key = (stage.aux_loss, stage.state, stage.compile, ambient(), torch.is_autocast_cache_enabled(), signature)
     eager = stage.engine == "eager"
     if eager:
         key = (*key, stage.fn, stage.like)
@@ -162,17 +162,18 @@ def _joint_graph(stage: Stage, signature: Signature, outputs: Outputs) -> fx.Gra
     with mode:
         groups = fake.inputs(signature)
         cotangents = [fake.empty(aval) for aval in outputs.cotangents.values()]
-    slots = signature.slots
+    slots, cached = signature.slots, torch.is_autocast_cache_enabled()  # which make_fx switches off
 
     def joint(*flat: Any) -> tuple[Any, ...]:
         arguments = [list(group) for group in groups]
         for (g, i), value in zip(slots, flat, strict=False):
             arguments[g][i] = value
-        with collecting() as marks:
+        wrt = [arguments[g][i] for g in (0, 1) for i in signature[g].wanted]
+        arguments[1] = entering(signature.x, arguments[1])
+        with collecting() as marks, caching(cached):
             result = call(stage, signature, arguments, outputs.copies)
         ends = [leaf for leaf in tree.leaves((result.y, result.aux)) if tree.is_tensor(leaf)]
         live = [end for end in ends if end.requires_grad]
-        wrt = [arguments[g][i] for g in (0, 1) for i in signature[g].wanted]
         grads: Sequence[Any] = [None] * len(wrt)
         if live and wrt:
             with without_autocast(), followed(live, marks):

@@ -22,6 +22,7 @@ from ..devices import drawn
 from ..errors import ActionError, DeadlockError, FpipeError, StageError
 from ..plans.plan import Instruction, Plan
 from ..programs.explain import where
+from ..tree import sum_dtype
 from .copies import together
 from .registers import Registers
 
@@ -302,8 +303,7 @@ def _send_loss(r: Registers) -> None:
 
 
 def _copy(tensor: torch.Tensor, wide: torch.dtype | None) -> torch.Tensor:
-    dtype = wide if wide is not None and tensor.is_floating_point() else tensor.dtype
-    return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    return tensor.to(sum_dtype(tensor.dtype, wide), copy=True, memory_format=torch.contiguous_format)
 
 
 def _zero(ins: Instruction, device: torch.device) -> StepFn:

@@ -207,7 +207,7 @@ def _advanced(config: Config, request: Request, traced: _Traced) -> _Traced:
                 "give params one entry per stage (pipe.place keeps those that are on this process)"
             )
         state = request.states[stage] or AbstractTree.of(None)
-        trees = [params, traced.output(), traced.kind[2][stage], state]
+        trees = [params, replace(traced.output(), computed=stage > 0), traced.kind[2][stage], state]
         devices = dict.fromkeys(map(config.group.device, ranks))
         programs = {(stage, d): _programs(config.functions[stage], trees, d, stage) for d in devices}
         paths = tuple(".".join(map(str, path)) for path in params.spec.paths())
@@ -221,7 +221,7 @@ def _loss_programs(config: Config, request: Request, traced: _Traced) -> Program
     assert config.loss is not None
     _, targets, sides = traced.kind
     trees = [traced.output(), *targets]
-    x = AbstractTree(tree.together([t.spec for t in trees]), tuple(leaf for t in trees for leaf in t.leaves))
+    x = AbstractTree(tree.together([t.spec for t in trees]), tuple(leaf for t in trees for leaf in t.leaves), True)
     stage = loss_stage(config.loss, request.has_aux)
     ranks = [r for r in request.schedule.placement.ranks_of(config.stages - 1) if r in config.group.here]
     device = config.group.device((ranks or config.group.here)[0])

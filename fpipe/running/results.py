@@ -249,7 +249,7 @@ class Results:
                     leaves.append(None)
                 elif slot < 0:
                     value = self.call.leaves[stage][0][index]
-                    leaves.append(torch.zeros_like(value, dtype=self.config.accumulate or value.dtype))
+                    leaves.append(torch.zeros_like(value, dtype=tree.sum_dtype(value.dtype, self.config.accumulate)))
                 else:
                     leaves.append(self._of_all(slots[slot]) if local else slots[slot])
             out[stage] = tree.unflatten(spec, leaves)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -77,24 +76,6 @@ def test_a_custom_function_sees_none_for_an_unused_output(engine: str):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_autocast_with_a_weight_used_twice_has_the_gradients_of_autograd(engine: str):
-    """Autocast casts a weight once for both uses, so its gradient is summed in bfloat16 before it is cast back."""
-    generator = torch.Generator().manual_seed(0)
-    w = torch.randn(3, 3, generator=generator)
-
-    def stage(p: Tensor, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return ((x @ p).tanh() @ p).float()
-
-    loss = lambda y, t: (y - t).square().mean()
-    _, (grads, dx) = step([stage], [w], loss, engine)
-    p, x = w.clone().requires_grad_(), X.clone().requires_grad_()
-    loss(stage(p, x), X).backward()
-    assert torch.equal(grads[0], p.grad)
-    assert torch.equal(dx, x.grad)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
 def test_expanded_outputs(engine: str):
     stages = [lambda p, x: (x * p).mean(1, keepdim=True).expand(4, 3), lambda p, x: x * p]
     _, (grads, _) = step(stages, [torch.ones(3)] * 2, lambda y, t: (y - t).square().mean(), engine)
@@ -129,31 +110,3 @@ def test_recurrent_layers(kind: type[nn.Module], engine: str):
     for name, leaf in params.items():
         assert leaf.grad is not None
         torch.testing.assert_close(grads[0][name], leaf.grad)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_accumulate_leaves_complex_parameters_complex(engine: str):
-    stage = lambda p, x: x * p["used"]
-    params = [{"used": torch.ones(3), "unused": torch.ones(2, dtype=torch.complex64)}]
-    _, (grads, _) = step([stage], params, lambda y, t: y.sum(), engine, accumulate=torch.float32)
-    assert grads[0]["unused"].dtype.is_complex
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_conjugates_between_local_ranks_are_what_they_are_between_processes(engine: str):
-    """A message over a backend carries resolved numbers; between local ranks the lazy conjugate bit was handed on."""
-    seen: list[bool] = []
-
-    def second(p: Tensor, x: Tensor) -> Tensor:
-        return torch.view_as_real(x.resolve_conj()).sum(-1) * p
-
-    def each(number: int, y: Tensor) -> None:
-        seen.append(y.is_conj())
-
-    first = lambda p, x: torch.complex(x * p, x).conj()
-    pipe = fpipe.pipeline([first], microbatches=1, group=fpipe.local(1), engine=engine)
-    pipe([torch.ones(3)], X, each=each)
-    assert seen == [False]
-    stages = [first, second]
-    value, _ = step(stages, [torch.ones(3)] * 2, lambda y, t: y.sum(), engine)
-    assert math.isclose(float(value), 0.0, abs_tol=1e-5)

@@ -32,7 +32,7 @@ from ..autocast import ambient, under
 from ..graphs import Held
 from ..internals import versions
 from ..program import Program
-from ..signature import Result, Signature
+from ..signature import Result, Signature, entering
 from ..stage_programs import Programs
 from .autograd_split import Grads, Kept, both, of_inputs, of_weights, survey
 from .shape_probe import facts_of, refuse_captured, refuse_writes, run_recording
@@ -124,13 +124,15 @@ class _Engine:
             [_leaf(value, leaf, grad) for value, leaf in zip(group, abstract.leaves, strict=True)]
             for group, abstract in zip(groups[:3], self.signature, strict=False)
         ]
+        x = entering(self.signature.x, arguments[1]) if grad else arguments[1]
         state = [t.clone() if isinstance(t, torch.Tensor) else t for t in groups[3]]
         hooks = RemovableHandle.next_id
         with under(self.autocast):
-            result = run_recording(self.stage, self.signature, [*arguments, state], self.facts.outputs.copies)
+            given = [arguments[0], x, arguments[2], state]
+            result = run_recording(self.stage, self.signature, given, self.facts.outputs.copies)
         hooked = RemovableHandle.next_id != hooks
         self._check_writes(before, list(map(versions, groups[:3])))
-        ys, new_state = self._check(result, arguments[1])
+        ys, new_state = self._check(result, x)
         live = {f"dy{j}": ys[j] for j in self.facts.outputs.y.avals} | {"daux": result.aux}
         ends = {name: get_gradient_edge(t) for name, t in live.items() if t is not None and t.requires_grad}
         ps, xs = (
@@ -315,6 +317,7 @@ def _detached(tensor: torch.Tensor, callers: set[int]) -> torch.Tensor:
 
 def without_gaps(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor with the strides with which it arrives on another rank."""
+    tensor = tensor.resolve_conj().resolve_neg()  # a message contains numbers, not flags of a tensor
     if tensor.is_contiguous() or tensor.stride() == arriving(tensor.shape, tensor.stride()):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)

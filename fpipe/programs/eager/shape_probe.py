@@ -29,7 +29,7 @@ from .. import fake
 from ..explain import captured_gradient_error, explain, explained, where, write_error
 from ..internals import gradient_bytes, storage_id, versions
 from ..purity import pure_on_fakes, pure_on_numbers
-from ..signature import Outputs, Result, Signature, call, outputs_from, writes_into_leaf
+from ..signature import Outputs, Result, Signature, call, entering, outputs_from, writes_into_leaf
 from .autograd_split import all_nodes, both, saved_tensors, survey
 
 Groups: TypeAlias = list[list[Any]]
@@ -135,8 +135,9 @@ def _observed(stage: Stage, signature: Signature, create: Callable[[Aval], torch
         before = list(map(versions, groups))
         on_numbers = partial(pure_on_numbers, arguments=filter(tree.is_tensor, chain(*groups)))
         try:
+            given = [groups[0], entering(signature.x, groups[1]), *groups[2:]]
             with (pure_on_fakes if create is fake.empty else on_numbers)(stage.label):
-                result = run_recording(stage, signature, groups, copies)
+                result = run_recording(stage, signature, given, copies)
         except RuntimeError as error:
             if copies or not writes_into_leaf(error):
                 raise
@@ -146,7 +147,7 @@ def _observed(stage: Stage, signature: Signature, create: Callable[[Aval], torch
         if not changed[1]:
             break
     outputs = outputs_from(stage, result, copies)
-    inputs = {id(leaf): i for i, leaf in enumerate(groups[1])}
+    inputs = {id(leaf): i for i, leaf in enumerate(given[1])}
     ys = tree.leaves(result.y)
     passed = {j: inputs[id(ys[j])] for j in outputs.y.avals if id(ys[j]) in inputs}
     real = (j for j in outputs.y.avals if create is fake.empty and not fake.is_fake(ys[j]))
