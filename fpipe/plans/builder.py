@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Builder``: the steps of one rank while they are emitted; the one object of lowering that changes.
 
-It emits actions: what their programs read is received or zeroed, the programs run, values are sent as soon as they are
+It emits actions: what their programs read is received, the programs run, values are sent as soon as they are
 computed, gradients are added. One path serves plain and fused actions: an action is a list of pieces, programs or
 segments of them, in the order in which they run. Knows keys and steps; no tensors, backends or names of schedules.
 """
@@ -19,7 +19,7 @@ from ..programs.stage_programs import Programs
 from ..schedules.actions import Action
 from ..tree import Aval, contiguous, sum_dtype
 from .gathering import parameter_key, steps_of_copies
-from .keys import BatchLeaf, Key, OutputCotangent, Source, State, Value, ZeroCotangent, grad, inputs
+from .keys import BatchLeaf, Key, OutputCotangent, Source, State, Value, grad, inputs
 from .messages import Messages
 from .plan import LoweringInput, ProgramSet, Step
 from .weaving.weave import Weave
@@ -30,7 +30,7 @@ class _Reads(NamedTuple):
 
     program: Program
     keys: tuple[tuple[Key, bool], ...]  # each with whether it belongs to all microbatches
-    needs: tuple[tuple[int, Aval | None], ...]  # places of values of other stages and, with their avals, of zeros
+    needs: tuple[int, ...]  # places of values of other stages
 
 
 #: A program, or a segment of one, that an action runs: which part of the action, that part, the programs that it
@@ -167,21 +167,13 @@ class Builder:
             self._add(action, own, op)
 
     def have(self, action: Action, own: Programs, program: Program, stage: int) -> tuple[Key, ...]:
-        """The keys that a program reads; emits the waits and zeros that they need."""
+        """The keys that a program reads; emits the waits that they need."""
         mb = action.microbatch
         _, keys, needs = self._pattern(own, program, stage, mb)
         reads = tuple([key if fixed else (key[0], mb) for key, fixed in keys])
-        for place, zero in needs:
-            self._obtain(action, reads[place], zero)
+        for place in needs:
+            self.messages.fetch(reads[place])
         return reads
-
-    def _obtain(self, action: Action, key: Key, zero: Aval | None) -> None:
-        """Wait for a value, or emit zeros for a cotangent that nothing computes."""
-        if zero is None:
-            self.messages.fetch(key)
-        elif key not in self.here:
-            self.out.append(Step("ZERO", action, writes=(key,), avals=(zero,)))
-            self.here.add(key)
 
     def _pattern(self, own: Programs, program: Program, stage: int, mb: int) -> _Reads:
         """The reads of a program for a kind of microbatch: cached, unless the stage has state, whose keys change."""
@@ -189,13 +181,11 @@ class Builder:
         found = self._reads.get(memo)
         if found is None or own.counts[3]:
             keys = [self.key(own, stage, mb, name) for name in program.inputs]
-            needs: list[tuple[int, Aval | None]] = []
-            for place, (source, _) in enumerate(keys):
-                if isinstance(source, ZeroCotangent):
-                    needs.append((place, own.outputs.y.tensors[source.leaf]))
-                elif isinstance(source, BatchLeaf) or (isinstance(source, Value) and source.stage != stage):
-                    needs.append((place, None))
-            found = self._reads[memo] = _Reads(program, tuple((key, key[1] != mb) for key in keys), tuple(needs))
+            needs = tuple(
+                place for place, (source, _) in enumerate(keys)
+                if isinstance(source, BatchLeaf) or (isinstance(source, Value) and source.stage != stage)
+            )  # fmt: skip
+            found = self._reads[memo] = _Reads(program, tuple((key, key[1] != mb) for key in keys), needs)
         return found
 
     def run(self, action: Action, own: Programs, program: Program, stage: int) -> None:
@@ -236,10 +226,7 @@ class Builder:
             into.append(target)
             values.append(self.key(own, stage, mb, name))
             sums += [sum_of(own.grad_avals[name], self.job.wide)] if name in own.grad_avals else []
-            source = values[-1][0]
-            # a parameter's gradient may be the cotangent of an output that nothing uses
-            zero = own.outputs.y.tensors[source.leaf] if isinstance(source, ZeroCotangent) else None
-            self._obtain(action, values[-1], zero)
+            self.messages.fetch(values[-1])
             if target in self.added:
                 how.append("add")
             else:

@@ -63,14 +63,6 @@ class OutputCotangent(NamedTuple):
     kind: Literal["output cotangent"] = "output cotangent"
 
 
-class ZeroCotangent(NamedTuple):
-    """The cotangent of a stage's output that nothing uses: zero."""
-
-    stage: int
-    leaf: int
-    kind: Literal["zero cotangent"] = "zero cotangent"
-
-
 class Param(NamedTuple):
     """A leaf of a stage's parameters as the caller passes it: whole, or this copy's part."""
 
@@ -129,7 +121,7 @@ class GradSum(NamedTuple):
 
 
 Source: TypeAlias = (
-    Value | BatchLeaf | Target | Side | Seed | OutputCotangent | ZeroCotangent
+    Value | BatchLeaf | Target | Side | Seed | OutputCotangent
     | Param | WholeParam | State | Grad | ReducedGrad | PartialGrad | GradSum
 )  # fmt: skip
 Key: TypeAlias = tuple[Source, int | None]

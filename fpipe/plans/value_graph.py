@@ -29,7 +29,6 @@ from .keys import (
     State,
     Target,
     Value,
-    ZeroCotangent,
     inputs,
 )
 
@@ -48,13 +47,14 @@ class Interface:
 
     ``ys[j]`` is ``(name, aval)`` of an output that the stage computes, the index of the input it passes on, or ``None``
     for a leaf that is no tensor. ``dxs[i]`` is ``(name, aval)`` of an input gradient,
-    the index of the cotangent it passes on, or ``None``. ``takes_x`` and ``takes_dy`` say which leaves its programs
-    read.
+    the index of the cotangent it passes on, or ``None``. ``dys`` says which outputs have a cotangent, ``takes_x`` and
+    ``takes_dy`` which leaves its programs read.
     """
 
     y: AbstractTree
     ys: tuple[Leaf, ...]
     dxs: tuple[Leaf, ...]
+    dys: tuple[bool, ...]
     takes_x: tuple[bool, ...]
     takes_dy: tuple[bool, ...]
     aux: Aval | None = None
@@ -79,7 +79,8 @@ class Interface:
         takes_x = tuple(name in read or name in programs.saved for name in x_index)
         takes_dy = tuple(name is not None and name in read for name in programs.dys)
         outputs = programs.outputs
-        return cls(outputs.y, tuple(ys), tuple(dxs), takes_x, takes_dy, outputs.aux, leaves, outputs.state)
+        dys = tuple(name is not None for name in programs.dys)
+        return cls(outputs.y, tuple(ys), tuple(dxs), dys, takes_x, takes_dy, outputs.aux, leaves, outputs.state)
 
 
 class Out(NamedTuple):
@@ -120,7 +121,7 @@ class ValueGraph:
         return BatchLeaf(leaf)
 
     def cotangent(self, stage: int, leaf: int) -> Source | None:
-        """The source of the gradient of output ``leaf`` of ``stage``; ``None``: nothing computes it, it is zero.
+        """The source of the gradient of output ``leaf`` of ``stage``; ``None``: it has none.
 
         Where the loss passes its cotangent on, that is the seed of the loss, which every rank is fed.
         """
@@ -135,6 +136,15 @@ class ValueGraph:
     def _gradient(self, stage: int, leaf: int, name: str) -> Source:
         """The gradient of input ``leaf`` of a stage that computes it under a name."""
         return Value(stage, name) if stage < self.stages or self.has_loss else OutputCotangent(leaf)
+
+    def lacking(self) -> tuple[int, frozenset[int]] | None:
+        """The last stage whose programs have a cotangent for an output that has none, and all its outputs without."""
+        for stage in reversed(range(self.stages)):
+            interface = self.interfaces[stage]
+            unused = frozenset(j for j in interface.y.wanted if self.cotangent(stage, j) is None)
+            if any(interface.dys[j] for j in unused):
+                return stage, unused
+        return None
 
     def outputs(self) -> tuple[Source, ...]:
         """The sources of the last stage's outputs that are tensors."""
@@ -156,7 +166,9 @@ class ValueGraph:
             beyond = leaf - len(self.interfaces[-1].ys) if stage == self.stages else -1
             return self.forward(stage - 1, leaf) if beyond < 0 else Target(beyond)
         if role == "cotangent" and stage < self.stages:
-            return self.cotangent(stage, leaf) or ZeroCotangent(stage, leaf)
+            cotangent = self.cotangent(stage, leaf)
+            assert cotangent is not None, "programs have no cotangent for an output that nothing uses"
+            return cotangent
         if role == "cotangent" or role == "aux cotangent":
             return Seed(stage)
         return {"param": Param, "side": Side, "state": State, "grad": Grad}[role](stage, leaf)

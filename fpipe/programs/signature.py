@@ -67,17 +67,22 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Outputs:
-    """The results of a stage function in abstract form."""
+    """The results of a stage function in abstract form.
+
+    ``unused`` are the leaves of ``y`` that have no cotangent although they carry a gradient: nothing that the loss
+    depends on uses them.
+    """
 
     y: AbstractTree
     aux: Aval | None = None
     state: AbstractTree | None = None
     copies: bool = False  # whether its input must be copied first, since the function writes into it
+    unused: frozenset[int] = frozenset()
 
     @cached_property
     def cotangents(self) -> dict[str, Aval]:
-        """The results that carry a gradient, by the names of their cotangents."""
-        names = {f"dy{j}": self.y.avals[j] for j in self.y.wanted}
+        """The results that have a cotangent, by its name."""
+        names = {f"dy{j}": self.y.avals[j] for j in self.y.wanted if j not in self.unused}
         return names | ({"daux": self.aux} if self.aux is not None and self.aux.grad else {})
 
 

@@ -72,9 +72,13 @@ def trace(fn: Callable[..., Any] | Stage, params: Tree, x: Tree, *, state: Tree 
     return programs_of(as_stage(fn), Signature(of(params, True), of(x, True), of(side), of(state)))
 
 
-def programs_of(stage: Stage, signature: Signature) -> Programs:
-    """The programs of a stage for a signature and the autocast that is on, traced where they are not in the cache."""
-    key: Key = (stage.aux_loss, stage.state, stage.compile, ambient(), torch.is_autocast_cache_enabled(), signature)
+def programs_of(stage: Stage, signature: Signature, unused: frozenset[int] = frozenset()) -> Programs:
+    """The programs of a stage for a signature and the autocast that is on, traced where they are not in the cache.
+
+    The outputs ``unused`` have no cotangent.
+    """
+    autocast = ambient(), torch.is_autocast_cache_enabled()
+    key: Key = (stage.aux_loss, stage.state, stage.compile, autocast, signature, unused)
     eager = stage.engine == "eager"
     if eager:
         key = (*key, stage.fn, stage.like)
@@ -91,7 +95,7 @@ def programs_of(stage: Stage, signature: Signature) -> Programs:
         ) from error
     if programs is None:
         with exclusive():  # torch's tracing changes state of the process
-            programs = store[key] = (eager_programs if eager else _trace)(stage, signature)
+            programs = store[key] = (eager_programs if eager else _trace)(stage, signature, unused)
             if isinstance(store, _Traces):
                 _limit(store, stage, key)
     return programs
@@ -139,7 +143,7 @@ def _without_numbers(key: Key) -> list[object]:
 # ---- the joint graph ------------------------------------------------------------------------------------------------
 
 
-def _trace(stage: Stage, signature: Signature) -> Programs:
+def _trace(stage: Stage, signature: Signature, unused: frozenset[int]) -> Programs:
     for aval in (aval for argument in signature for aval in argument.avals.values()):
         if aval.kind is not None:
             raise TraceError(
@@ -148,7 +152,7 @@ def _trace(stage: Stage, signature: Signature) -> Programs:
             )
     # A trace is cached for all callers, so none of their modes may be in it.
     with explained(stage.label, str(signature)), torch.inference_mode(False), torch.enable_grad():
-        outputs = outputs_of(stage, signature)
+        outputs = replace(outputs_of(stage, signature), unused=unused)
         graph = _joint_graph(stage, signature, outputs)
     return _programs(stage, signature, outputs, graph)
 
@@ -162,6 +166,7 @@ def _joint_graph(stage: Stage, signature: Signature, outputs: Outputs) -> fx.Gra
     with mode:
         groups = fake.inputs(signature)
         cotangents = [fake.empty(aval) for aval in outputs.cotangents.values()]
+    names = [*(f"dy{j}" for j in outputs.y.avals), *(["daux"] if outputs.aux is not None else [])]
     slots, cached = signature.slots, torch.is_autocast_cache_enabled()  # which make_fx switches off
 
     def joint(*flat: Any) -> tuple[Any, ...]:
@@ -173,7 +178,7 @@ def _joint_graph(stage: Stage, signature: Signature, outputs: Outputs) -> fx.Gra
         with collecting() as marks, caching(cached):
             result = call(stage, signature, arguments, outputs.copies)
         ends = [leaf for leaf in tree.leaves((result.y, result.aux)) if tree.is_tensor(leaf)]
-        live = [end for end in ends if end.requires_grad]
+        live = [end for name, end in zip(names, ends, strict=True) if name in outputs.cotangents]
         grads: Sequence[Any] = [None] * len(wrt)
         if live and wrt:
             with without_autocast(), followed(live, marks):

@@ -150,6 +150,11 @@ class _Traced:
         """The output of the last stage whose interface is known, or the batch."""
         return self.interfaces[-1].y if self.interfaces else self.kind[0]
 
+    def updated(self, news: Mapping[int, Interface]) -> _Traced:
+        """With other interfaces of some stages, or with that of the next one."""
+        known = {**dict(enumerate(self.interfaces)), **news}
+        return replace(self, interfaces=tuple(known[stage] for stage in sorted(known)))
+
     def on_rank(self, config: Config, request: Request, rank: int) -> ProgramSet:
         """What lowering needs on one rank."""
         device, stages = config.group.device(rank), request.schedule.placement.stages_of(rank)
@@ -191,28 +196,65 @@ def _traced(config: Config, request: Request) -> list[_Traced]:
         ]
     if config.loss is None:
         return traced
-    return [replace(kind, loss=_loss_programs(config, request, kind)) for kind in traced]
+    traced = [replace(kind, loss=_loss_programs(config, request, kind)) for kind in traced]
+    return traced if request.mode == "forward" else _without_unused(config, request, traced)
 
 
 def _advanced(config: Config, request: Request, traced: _Traced) -> _Traced:
     """With the stages that follow those whose interfaces are known, as far as they are on this process."""
     for stage in range(len(traced.interfaces), request.schedule.stages):
-        ranks = [r for r in request.schedule.placement.ranks_of(stage) if r in config.group.here]
-        if not ranks:
+        if not _ranks_here(config, request, stage):
             break
-        params = request.params[stage]
-        if params is None:
-            raise StageError(
-                f"stage {stage} is on rank {ranks[0]}, which is in this process, but its parameters are missing; "
-                "give params one entry per stage (pipe.place keeps those that are on this process)"
-            )
-        state = request.states[stage] or AbstractTree.of(None)
-        trees = [params, replace(traced.output(), computed=stage > 0), traced.kind[2][stage], state]
-        devices = dict.fromkeys(map(config.group.device, ranks))
-        programs = {(stage, d): _programs(config.functions[stage], trees, d, stage) for d in devices}
-        paths = tuple(".".join(map(str, path)) for path in params.spec.paths())
-        interface = Interface.of(programs[stage, config.group.device(ranks[0])], paths)
-        traced = replace(traced, interfaces=(*traced.interfaces, interface), programs={**traced.programs, **programs})
+        traced = _with_stage(config, request, traced, stage)
+    return traced
+
+
+def _ranks_here(config: Config, request: Request, stage: int) -> list[int]:
+    return [rank for rank in request.schedule.placement.ranks_of(stage) if rank in config.group.here]
+
+
+def _with_stage(
+    config: Config, request: Request, traced: _Traced, stage: int, unused: frozenset[int] = frozenset()
+) -> _Traced:
+    """With the programs of a stage of this process; its outputs ``unused`` have no cotangent."""
+    ranks, params = _ranks_here(config, request, stage), request.params[stage]
+    if params is None:
+        raise StageError(
+            f"stage {stage} is on rank {ranks[0]}, which is in this process, but its parameters are missing; "
+            "give params one entry per stage (pipe.place keeps those that are on this process)"
+        )
+    x = replace(traced.interfaces[stage - 1].y, computed=True) if stage else traced.kind[0]
+    trees = [params, x, traced.kind[2][stage], request.states[stage] or AbstractTree.of(None)]
+    devices = dict.fromkeys(map(config.group.device, ranks))
+    programs = {(stage, d): _programs(config.functions[stage], trees, d, stage, unused) for d in devices}
+    paths = tuple(".".join(map(str, path)) for path in params.spec.paths())
+    interface = Interface.of(programs[stage, config.group.device(ranks[0])], paths)
+    return replace(traced.updated({stage: interface}), programs={**traced.programs, **programs})
+
+
+def _without_unused(config: Config, request: Request, traced: list[_Traced]) -> list[_Traced]:
+    """Trace again, from the last stage down, the stages of which an output has no cotangent.
+
+    Zeros would not do: in a backward, zero times infinity is NaN. Every process knows all interfaces, so all agree on
+    whether another round is needed.
+    """
+    while any(kind.value_graph().lacking() for kind in traced):
+
+        def recut(known: list[_Traced] = traced) -> list[dict[int, Interface]]:
+            nonlocal traced
+            traced = [_recut(config, request, kind) for kind in known]
+            pairs = [zip(old.interfaces, new.interfaces, strict=True) for old, new in zip(known, traced, strict=True)]
+            return [{stage: new for stage, (old, new) in enumerate(each) if new is not old} for each in pairs]
+
+        for report in together(config.group, recut):
+            traced = [kind.updated(news) for kind, news in zip(traced, report, strict=True)]
+    return traced
+
+
+def _recut(config: Config, request: Request, traced: _Traced) -> _Traced:
+    """The same as far as the stages that lack a cotangent are on this process."""
+    while (lacking := traced.value_graph().lacking()) and _ranks_here(config, request, lacking[0]):
+        traced = _with_stage(config, request, traced, *lacking)
     return traced
 
 
@@ -230,10 +272,13 @@ def _loss_programs(config: Config, request: Request, traced: _Traced) -> Program
     return programs
 
 
-def _programs(stage: Stage, trees: Sequence[AbstractTree], device: torch.device, index: int | None) -> Programs:
+def _programs(
+    stage: Stage, trees: Sequence[AbstractTree], device: torch.device, index: int | None,
+    unused: frozenset[int] = frozenset(),
+) -> Programs:  # fmt: skip
     """The programs of stage ``index``, or of the loss (None), on a device."""
     try:
-        return programs_of(stage, Signature(*(t.on(device) for t in trees)))
+        return programs_of(stage, Signature(*(t.on(device) for t in trees)), unused)
     except StageError as error:
         raise type(error)(_located(str(error), trees[0], index)) from error.__cause__
 

@@ -84,3 +84,150 @@ def test_conjugates_between_local_ranks_are_what_they_are_between_processes(engi
     stages = [first, second]
     value, _ = step(stages, [torch.ones(3)] * 2, lambda y, t: y.sum(), engine)
     assert math.isclose(float(value), 0.0, abs_tol=1e-5)
+
+
+def rooted(p: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The second output has an infinite derivative where x is negative."""
+    return x * p, torch.where(x > 0, (x * p).sqrt(), 0.0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_output_that_the_loss_ignores_has_no_cotangent(engine: str):
+    _, (grads, dx) = step([rooted], [torch.ones(3)], lambda y, t: (y[0] - t).square().mean(), engine)
+    assert grads[0].isfinite().all()
+    assert dx.isfinite().all()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_output_that_the_next_stage_drops_has_no_cotangent(engine: str):
+    stages = [rooted, lambda p, x: x[0] * p]
+    _, (grads, dx) = step(stages, [torch.ones(3)] * 2, lambda y, t: (y - t).square().mean(), engine)
+    assert grads[0].isfinite().all()
+    assert dx.isfinite().all()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_output_that_the_next_stage_detaches_has_no_cotangent(engine: str):
+    stages = [rooted, lambda p, x: x[0] * p + x[1].detach()]
+    _, (grads, dx) = step(stages, [torch.ones(3)] * 2, lambda y, t: (y - t).square().mean(), engine)
+    assert grads[0].isfinite().all()
+    assert dx.isfinite().all()
+
+
+class Two(torch.autograd.Function):
+    """Two outputs; the gradient of one that nothing uses is None."""
+
+    @staticmethod
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, x * 3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, a: Tensor | None, b: Tensor | None) -> Tensor | None:
+        return a * 2 if b is None and a is not None else None if a is None else a * 2 + b * 1000
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_custom_function_sees_none_for_an_unused_output(engine: str):
+    stage = lambda p, x: Two.apply(x * p)
+    _, (grads, _) = step([stage], [torch.ones(3)], lambda y, t: y[0].sum(), engine)
+    assert torch.equal(grads[0], 2 * X.sum(0))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_expanded_outputs(engine: str):
+    stages = [lambda p, x: (x * p).mean(1, keepdim=True).expand(4, 3), lambda p, x: x * p]
+    _, (grads, _) = step(stages, [torch.ones(3)] * 2, lambda y, t: (y - t).square().mean(), engine)
+    assert grads[0].isfinite().all()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_non_reentrant_checkpoint_under_inference_mode(engine: str):
+    from torch.utils.checkpoint import checkpoint
+
+    stage = lambda p, x: checkpoint(lambda t: (t * p).tanh(), x, use_reentrant=False)
+    pipe = fpipe.pipeline([stage], microbatches=1, group=fpipe.local(1), engine=engine)
+    with torch.inference_mode():
+        y = pipe([torch.ones(3)], X)
+    assert torch.equal(y, X.tanh())
+
+
+def chain(p: Tensor, x: Any) -> Any:
+    """Reads the first leaf and passes the second on as it is."""
+    return (x[0] * p, x[1])
+
+
+def plainly(stages: list[Any], params: list[Tensor], loss: Any) -> tuple[list[Tensor], Tensor]:
+    """The gradients of autograd on the whole model, over two microbatches."""
+    live, x = [p.clone().requires_grad_() for p in params], X.clone().requires_grad_()
+    for rows, target in zip(x.chunk(2), X.chunk(2), strict=True):
+        y: Any = rows
+        for stage, p in zip(stages, live, strict=True):
+            y = stage(p, y)
+        (loss(y, target) / 2).backward()
+    assert x.grad is not None
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in live], x.grad
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1", "Interleaved1F1B"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_output_that_later_stages_pass_on_and_nothing_uses_has_no_cotangent(engine: str, schedule: str):
+    """The leaf passes through two stages; one of its two readers uses it, the other detaches it."""
+    drop = lambda p, x: x[0] * p + x[1].detach()
+    both = lambda p, x: ((x[0] * p, x[1] * p), x[0] * 2)
+    stages = [rooted, chain, chain, lambda p, x: both(p, x)[0], chain, drop, chain_of_one, chain_of_one]
+    params = [torch.ones(3) + n / 8 for n in range(8)]
+    ranks = 4 if schedule == "Interleaved1F1B" else 8
+    loss = lambda y, t: (y - t).square().mean()
+    pipe = fpipe.pipeline(stages, schedule, loss=loss, microbatches=2, group=fpipe.local(ranks), engine=engine)
+    _, (grads, dx) = fpipe.value_and_grad(pipe, (0, 1))(params, X, X)
+    expected, dx_expected = plainly(stages, params, loss)
+    assert all(map(torch.equal, grads, expected))
+    assert torch.equal(dx, dx_expected)
+    assert "ZERO" not in str(pipe.plan(params, X, X))
+
+
+def chain_of_one(p: Tensor, x: Tensor) -> Tensor:
+    return x * p
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_processes_agree_on_the_outputs_that_have_no_cotangent(engine: str):
+    """Stages of other processes are traced again there; an auxiliary loss keeps its cotangent."""
+    drop = lambda p, x: (x[0] * p, x[0] * 2)
+    aux = lambda p, x: (x * p, (x * p).sum() / 8)
+    first = lambda y: y[0] if isinstance(y, tuple) else y
+    stages: list[Any] = [rooted, chain, drop, lambda p, x: first(x) * p]
+    params = [torch.ones(3) + n / 8 for n in range(4)]
+    loss = lambda y, t: (y - t).square().mean()
+    expected, dx_expected = plainly(stages, params, loss)
+
+    def work(group: Any) -> tuple[Any, Any, int]:
+        pipe = fpipe.pipeline(stages, "1F1B", loss=loss, microbatches=2, group=group, engine=engine)
+        _, (grads, dx) = fpipe.value_and_grad(pipe, (0, 1))(pipe.place(params), X, X)
+        return grads, dx, pipe.here[0]
+
+    for grads, dx, stage in fpipe.testing.run(work, ranks=4):
+        assert torch.equal(grads[stage], expected[stage])
+        assert stage or torch.equal(dx, dx_expected)
+    pipe = fpipe.pipeline([fpipe.Stage(aux, aux_loss=True)], loss=lambda y: y.detach().sum(), group=fpipe.local(1),
+                          microbatches=1, engine=engine)  # fmt: skip
+    assert torch.equal(fpipe.grad(pipe)([torch.ones(3)], X)[0], X.sum(0) / 8)
+
+
+def test_an_eager_stage_that_reaches_another_input_than_on_fakes_is_refused():
+    """The previous stage has no cotangent for it."""
+    calls: list[int] = []
+
+    def second(p: Tensor, x: tuple[Tensor, Tensor]) -> Tensor:
+        calls.append(1)
+        return x[0] * p if len(calls) == 1 else x[0] * p + x[1]
+
+    pipe = fpipe.pipeline(
+        [rooted, second], loss=lambda y: y.sum(), group=fpipe.local(2), microbatches=1, engine="eager"
+    )
+    with pytest.raises(fpipe.FpipeError, match="the gradient of its input 1"):
+        fpipe.grad(pipe)([torch.ones(3)] * 2, X)

@@ -6,8 +6,9 @@
 
 The function may take another path with each microbatch, but shapes, dtypes and structure of its results must stay: the
 plan needs them beforehand (``shape_probe``) and F checks them. Costs over the trace engine: the
-function's own Python; about 0.1 ms a transformer block in I to survey the graph, and as much a linear layer in W; no
-leaf is known to be unused, so all are sent, and unused inputs get zeros. Bytes from F to I and from I to W are those
+function's own Python; about 0.1 ms a transformer block in I to survey the graph, and as much a linear layer in W. Of a
+function that looks at its data, no input is known to be unused, so the gradients of unused inputs are zeros, which are
+sent. Bytes from F to I and from I to W are those
 that the shape probe found. What ``autograd_split`` cannot split is computed in I; so is everything where the function
 sets hooks on tensors, which would run twice. Knows no schedules or ranks.
 """
@@ -38,8 +39,8 @@ from .autograd_split import Grads, Kept, both, of_inputs, of_weights, survey
 from .shape_probe import facts_of, refuse_captured, refuse_writes, run_recording
 
 
-def eager_programs(stage: Stage, signature: Signature) -> Programs:
-    """The programs of a stage that runs on autograd.
+def eager_programs(stage: Stage, signature: Signature, unused: frozenset[int] = frozenset()) -> Programs:
+    """The programs of a stage that runs on autograd; the outputs ``unused`` have no cotangent.
 
     >>> def clipped(p, x):
     ...     return x @ p if x.norm().item() > 1 else x * p.sum()
@@ -54,7 +55,7 @@ def eager_programs(stage: Stage, signature: Signature) -> Programs:
             f"stage {stage.label} has compile={stage.compile!r} and engine='eager'; only traced programs are compiled: "
             "leave compile= out, or call torch.compile inside the function"
         )
-    return _Engine(stage, signature).programs()
+    return _Engine(stage, signature, unused).programs()
 
 
 class Tape(NamedTuple):
@@ -77,13 +78,15 @@ class Replay(NamedTuple):
 class _Engine:
     """One stage's function and what is known of it; its methods are the programs."""
 
-    def __init__(self, stage: Stage, signature: Signature):
+    def __init__(self, stage: Stage, signature: Signature, unused: frozenset[int]):
         self.stage, self.signature = stage, signature
-        self.facts, self.autocast = facts_of(stage, signature), ambient()
-        self.dps = {i: f"dp{i}" for i in signature.params.wanted}
-        self.dxs = {i: f"dx{i}" for i in signature.x.wanted}
-        self.trained = bool(self.dps or self.dxs)
-        self.cotangents = tuple(self.facts.outputs.cotangents)
+        self.facts, self.autocast = facts_of(stage, signature, unused), ambient()
+        self.cotangents, reached = tuple(self.facts.outputs.cotangents), self.facts.dx
+        self.dps = {i: f"dp{i}" for i in signature.params.wanted if self.cotangents}
+        self.dxs = {i: f"dx{i}" for i in signature.x.wanted if self.cotangents and (reached is None or i in reached)}
+        # Without a cotangent F records all the same, to check that the function is as expected, unless all are unused.
+        wanted = bool(signature.params.wanted or signature.x.wanted)
+        self.trained = wanted and bool(self.cotangents or not unused)
         self.slots, self.devices = signature.slots, signature.devices
         self.check_captured = _until_passed(
             lambda ends, xs, ps: refuse_captured(stage, survey(list(ends.values()), xs.values(), ps).foreign)
@@ -134,7 +137,7 @@ class _Engine:
         self._check_writes(before, list(map(versions, groups[:3])))
         ys, new_state = self._check(result, x)
         live = {f"dy{j}": ys[j] for j in self.facts.outputs.y.avals} | {"daux": result.aux}
-        ends = {name: get_gradient_edge(t) for name, t in live.items() if t is not None and t.requires_grad}
+        ends = {name: get_gradient_edge(live[name]) for name in self.cotangents if live[name].requires_grad}
         ps, xs = (
             {i: get_gradient_edge(argument[i]) for i in abstract.wanted} if grad else {}
             for argument, abstract in zip(arguments, self.signature[:2], strict=False)
@@ -221,6 +224,9 @@ class _Engine:
         return self._weight_grads(of_weights(kept), into)
 
     def _input_grads(self, dxs: Grads) -> tuple[torch.Tensor, ...]:
+        for i, dx in dxs.items():
+            if dx is not None and i not in self.dxs:
+                raise self._differs(f"the gradient of its input {i}", "one that is not None", "None")
         gradients = ((self.signature.x.avals[i], dxs[i]) for i in self.dxs)
         return tuple(_zeros(aval) if dx is None else without_gaps(dx) for aval, dx in gradients)
 
@@ -253,7 +259,7 @@ class _Engine:
             w = self._program("W", self.backward_weight if dps else _nothing, kept, dps)
         else:  # without input gradients W is the whole backward
             i, w, kept = self._program("I", _nothing, (), ()), self._program("W", b.run, back, dps), back
-        dx_avals = {name: facts.dx.get(i, signature.x.avals[i]) for i, name in self.dxs.items()}
+        dx_avals = {name: (facts.dx or signature.x.avals)[i] for i, name in self.dxs.items()}
         avals = {ys[j]: aval for j, aval in outputs.y.avals.items() if j not in passed} | dx_avals | states
         avals |= {name: signature.params.avals[i] for i, name in self.dps.items()}
         sizes = {name: aval.nbytes for name, aval in avals.items()} | {"ctx": facts.saved, "kept": facts.kept}

@@ -40,7 +40,8 @@ class StageFacts:
     """What is known of a stage function.
 
     ``passed`` are the outputs that are inputs, by index, ``captured`` those that are captured tensors. ``saved`` and
-    ``kept`` are the bytes held from F to I and from I to W, where known; ``dx`` the input gradients, where known.
+    ``kept`` are the bytes held from F to I and from I to W, where known; ``dx`` the gradients of the inputs
+    that have one, where known.
     """
 
     outputs: Outputs
@@ -48,14 +49,14 @@ class StageFacts:
     captured: frozenset[int] = frozenset()
     saved: int | None = None
     kept: int | None = None
-    dx: Mapping[int, Aval] = field(default_factory=dict)
+    dx: Mapping[int, Aval] | None = None
 
 
 @torch.inference_mode(False)
-def facts_of(stage: Stage, signature: Signature) -> StageFacts:
-    """Find out what ``stage`` returns."""
+def facts_of(stage: Stage, signature: Signature, unused: frozenset[int]) -> StageFacts:
+    """Find out what ``stage`` returns; the outputs ``unused`` have no cotangent."""
     if stage.like is not None:
-        return _declared(stage, signature)
+        return _declared(stage, signature, unused)
     errors = []
     with ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
@@ -63,7 +64,7 @@ def facts_of(stage: Stage, signature: Signature) -> StageFacts:
         for create in (fake.empty, _invented):
             try:
                 with fake.quiet(), fake.mode() if create is fake.empty else nullcontext():
-                    facts = _observed(stage, signature, create)
+                    facts = _observed(stage, signature, create, unused)
             except FpipeError:
                 raise
             except Exception as error:
@@ -73,11 +74,11 @@ def facts_of(stage: Stage, signature: Signature) -> StageFacts:
     raise _unknown(stage, signature, *errors) from errors[1]
 
 
-def _declared(stage: Stage, signature: Signature) -> StageFacts:
+def _declared(stage: Stage, signature: Signature, unused: frozenset[int]) -> StageFacts:
     like = replace(stage, fn=stage.like, like=None, name=f"{stage.label} (its like=)")
     with explained(like.label, str(signature)), fake.mode():
         outputs = outputs_from(like, call(like, signature, fake.inputs(signature), False), False)
-    return _for_any_path(StageFacts(outputs), signature)
+    return _for_any_path(StageFacts(replace(outputs, unused=unused)), signature)
 
 
 def _for_any_path(facts: StageFacts, signature: Signature) -> StageFacts:
@@ -86,7 +87,7 @@ def _for_any_path(facts: StageFacts, signature: Signature) -> StageFacts:
     carrying = lambda aval: aval._replace(grad=trained and aval.differentiable)
     y, aux = facts.outputs.y.with_avals(carrying), facts.outputs.aux
     outputs = replace(facts.outputs, y=y, aux=None if aux is None else carrying(aux))
-    return replace(facts, outputs=outputs, passed={})
+    return replace(facts, outputs=outputs, passed={}, dx=None)
 
 
 def _unknown(stage: Stage, signature: Signature, on_fakes: Exception, on_numbers: Exception) -> Exception:
@@ -128,7 +129,9 @@ def refuse_captured(stage: Stage, foreign: Sequence[torch.Tensor]) -> None:
         raise captured_gradient_error(stage.label, foreign[0])
 
 
-def _observed(stage: Stage, signature: Signature, create: Callable[[Aval], torch.Tensor]) -> StageFacts:
+def _observed(
+    stage: Stage, signature: Signature, create: Callable[[Aval], torch.Tensor], unused: frozenset[int]
+) -> StageFacts:
     """Run the function once, and once more on copies where it writes into its input."""
     for copies in (False, True):
         groups = [argument.map(create) for argument in signature]
@@ -146,20 +149,21 @@ def _observed(stage: Stage, signature: Signature, create: Callable[[Aval], torch
         refuse_writes(changed)
         if not changed[1]:
             break
-    outputs = outputs_from(stage, result, copies)
+    outputs = replace(outputs_from(stage, result, copies), unused=unused)
     inputs = {id(leaf): i for i, leaf in enumerate(given[1])}
     ys = tree.leaves(result.y)
     passed = {j: inputs[id(ys[j])] for j in outputs.y.avals if id(ys[j]) in inputs}
     real = (j for j in outputs.y.avals if create is fake.empty and not fake.is_fake(ys[j]))
     facts = StageFacts(outputs, passed, frozenset(real))
-    return _with_graph(stage, facts, groups, list(filter(tree.is_tensor, (*ys, result.aux))))
+    used = [ys[j] for j in outputs.y.avals if j not in unused]
+    return _with_graph(stage, facts, groups, used if result.aux is None else [*used, result.aux])
 
 
 def _with_graph(stage: Stage, facts: StageFacts, groups: Groups, outs: Sequence[torch.Tensor]) -> StageFacts:
     """Add what the recorded graph shows: bytes and the strides of input gradients. Refuses captured gradients."""
     ends = {t: get_gradient_edge(t) for t in outs if t.requires_grad}
     if not ends:
-        return replace(facts, saved=0, kept=0)
+        return replace(facts, saved=0, kept=0, dx={})
     ps, xs = ({i: get_gradient_edge(t) for i, t in enumerate(group) if tree.is_tensor(t) and t.requires_grad}
               for group in groups[:2])  # fmt: skip
     seen = survey(list(ends.values()), xs.values(), ps)
