@@ -15,7 +15,7 @@ ENGINES = ["trace", "eager"]
 X = torch.linspace(-1, 1, 12).view(4, 3)
 
 
-def step(stages: list[Any], params: list[Any], loss: Any, engine: str, microbatches: int = 1, **options: Any) -> Any:
+def step(stages: list[Any], params: list[Any], loss: Any, engine: Any, microbatches: int = 1, **options: Any) -> Any:
     pipe = fpipe.pipeline(
         stages, loss=loss, microbatches=microbatches, group=fpipe.local(len(stages)), engine=engine, **options
     )
@@ -24,7 +24,7 @@ def step(stages: list[Any], params: list[Any], loss: Any, engine: str, microbatc
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers(kind: type[nn.Module], engine: str):
+def test_recurrent_layers(kind: type[nn.Module], engine: Any):
     module = kind(3, 5, batch_first=True)
     params = dict(module.named_parameters())
 

@@ -136,8 +136,8 @@ class _Engine:
         hooked = RemovableHandle.next_id != hooks
         self._check_writes(before, list(map(versions, groups[:3])))
         ys, new_state = self._check(result, x)
-        live = {f"dy{j}": ys[j] for j in self.facts.outputs.y.avals} | {"daux": result.aux}
-        ends = {name: get_gradient_edge(live[name]) for name in self.cotangents if live[name].requires_grad}
+        live: dict[str, Any] = {f"dy{j}": ys[j] for j in self.facts.outputs.y.avals} | {"daux": result.aux}
+        ends = {name: get_gradient_edge(end) for name in self.cotangents if (end := live[name]).requires_grad}
         ps, xs = (
             {i: get_gradient_edge(argument[i]) for i in abstract.wanted} if grad else {}
             for argument, abstract in zip(arguments, self.signature[:2], strict=False)
