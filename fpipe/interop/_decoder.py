@@ -130,8 +130,22 @@ def with_stand_ins(model: nn.Module, span: tuple[int, int], last: bool, config: 
             child.__dict__["gradient_checkpointing"] = False
     for old, new in zip(layers, decoder_of(copy)[1], strict=True):
         if getattr(old, "gradient_checkpointing", False) and old.training and not isinstance(new, _Skip):
-            new.forward = remat(new.forward)
+            new.forward = _checkpointed(new)
     return copy
+
+
+def _checkpointed(layer: nn.Module) -> Callable[..., Any]:
+    """The forward of a layer that is computed again in the backward, then with the parameters of this call."""
+    plain = object.__new__(type(layer))
+    plain.__dict__.update(layer.__dict__)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        tensors = dict(layer.named_parameters(remove_duplicate=False))
+        tensors |= dict(layer.named_buffers(remove_duplicate=False))
+        run = lambda *args, **kwargs: functional_call(plain, tensors, args, kwargs, tie_weights=False)
+        return remat(run)(*args, **kwargs)
+
+    return forward
 
 
 # ---- the auxiliary loss of routers -----------------------------------------------------------------------------------

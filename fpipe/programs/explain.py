@@ -78,3 +78,13 @@ def captured_gradient_error(label: str, tensor: torch.Tensor) -> TraceError:
         f"stage {label} closes over a tensor of shape {list(tensor.shape)} that requires a gradient, "
         "which it would silently not get; pass it in the stage's parameters, or close over tensor.detach()"
     )
+
+
+def other_parameters_error(label: str, tensor: torch.Tensor) -> TraceError:
+    """The error for a backward that computes with a captured tensor that requires a gradient."""
+    return TraceError(
+        f"the backward of stage {label} computes with a tensor of shape {list(tensor.shape)} that requires a gradient "
+        "and is no parameter of the stage: a module has the parameters that torch.func.functional_call passes during "
+        "the call alone, and a checkpoint inside it runs again later, with others. Remove the checkpoint, and put "
+        "fpipe.remat around the function that calls functional_call"
+    )

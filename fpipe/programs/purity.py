@@ -43,8 +43,13 @@ class _Around(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
 
-def pure_on_fakes(label: str) -> TorchDispatchMode:
-    """While a function runs on fake tensors under this mode, refuse writes into real ones."""
+def pure_on_fakes(
+    label: str, error: Callable[[str, torch.Tensor], Exception] = captured_gradient_error
+) -> TorchDispatchMode:
+    """While a function runs on fake tensors under this mode, refuse writes into real ones.
+
+    A real one that requires a gradient is refused with ``error``.
+    """
     views: dict[int, torch.UntypedStorage] = {}  # of fake views of real tensors, by address; kept alive here
 
     def run(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -55,7 +60,7 @@ def pure_on_fakes(label: str) -> TorchDispatchMode:
         if torch.is_grad_enabled() and op is not torch.ops.aten.detach.default:
             for tensor in real:
                 if tensor.requires_grad:
-                    raise captured_gradient_error(label, tensor)
+                    raise error(label, tensor)
         result = op(*args, **kwargs)
         if real and op is not _FRESH and returns_views(op) and is_fake(result):
             views[storage_id(result)] = result.untyped_storage()

@@ -30,11 +30,12 @@ from ..tree import AbstractTree, Aval, Static, Tree
 from . import fake
 from .autocast import ambient, caching, without_autocast
 from .eager.engine import eager_programs
-from .explain import explained
+from .explain import explained, other_parameters_error
 from .graphs import Held, annotation, constants, dense, draws, memory, normalize, value_of
 from .losses import LossCall
 from .marks import collecting, followed
 from .program import Program, compiled
+from .purity import pure_on_fakes
 from .signature import Outputs, Signature, call, entering, outputs_of
 from .stage_programs import Programs
 from .trace_split import Joint, Pieces, split
@@ -181,7 +182,8 @@ def _joint_graph(stage: Stage, signature: Signature, outputs: Outputs) -> fx.Gra
         live = [end for name, end in zip(names, ends, strict=True) if name in outputs.cotangents]
         grads: Sequence[Any] = [None] * len(wrt)
         if live and wrt:
-            with without_autocast(), followed(live, marks):
+            # A checkpoint computes again what functional_call computed, but with the module's parameters.
+            with without_autocast(), followed(live, marks), pure_on_fakes(stage.label, other_parameters_error):
                 grads = torch.autograd.grad(live, wrt, flat[len(slots) :], allow_unused=True)
         return (*ends, *tree.leaves(result.state), *grads)
 

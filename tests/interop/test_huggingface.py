@@ -118,6 +118,19 @@ def test_checkpointed_layers_are_recomputed():
     assert model.base_model.layers[1].gradient_checkpointing
 
 
+def test_checkpointed_layers_on_autograd():
+    """They are computed again in the backward with the parameters of the call, not with those of the module."""
+    plain, model = (decoder("llama", layers=2, train=True) for _ in range(2))
+    model.gradient_checkpointing_enable()
+    loss, x = lambda y: y.square().mean(), torch.arange(12).view(2, 6)
+    found = []
+    for each in (plain, model):
+        stages, params = huggingface.stages(each, 2)
+        pipe = fpipe.pipeline(stages, loss=loss, microbatches=1, group=fpipe.local(2), engine="eager")
+        found.append(tree.leaves(fpipe.grad(pipe)(params, x)))
+    assert all(map(torch.equal, *found))
+
+
 def test_a_heavy_head_gets_fewer_layers():
     model = decoder("llama", layers=6, vocab_size=200)
     stages, _ = huggingface.stages(model, 3)

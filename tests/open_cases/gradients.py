@@ -1,4 +1,3 @@
-# ruff: noqa: RUF012
 """Gradients of outputs that nothing uses, of autocast, of expanded and complex values."""
 
 from __future__ import annotations

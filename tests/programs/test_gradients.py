@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fpipe
 
@@ -149,22 +150,63 @@ def test_a_custom_function_sees_none_for_an_unused_output(engine: Any):
     assert torch.equal(grads[0], 2 * X.sum(0))
 
 
+def looking(small: bool) -> Any:
+    """Expands its output where the data is small, or where it is not; the plan knows invented data alone."""
+    return lambda p, x: (x * p).mean(1, keepdim=True).expand_as(x) if (x.sum().item() < 0.5) == small else x * p
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "ZBH1"])
+@pytest.mark.parametrize(
+    ("engine", "first"),
+    [
+        *((engine, lambda p, x: (x * p).mean(1, keepdim=True).expand_as(x)) for engine in ENGINES),
+        *((engine, lambda p, x: p.expand(x.shape[0], 3)) for engine in ENGINES),
+        ("eager", looking(True)),
+        ("eager", looking(False)),
+    ],
+)
+def test_expanded_outputs(engine: Any, first: Any, schedule: str):
+    """The output may be expanded in one run and not in another, or be the memory of a parameter."""
+    stages, params, loss = [first, lambda p, x: x * p], [torch.ones(3)] * 2, lambda y, t: (y - t).square().mean()
+    pipe = fpipe.pipeline(stages, schedule, loss=loss, microbatches=2, group=fpipe.local(2), engine=engine)
+    _, (grads, dx) = fpipe.value_and_grad(pipe, (0, 1))(params, X, X)
+    expected, dx_expected = plainly(stages, params, loss, 2)
+    assert all(map(torch.equal, grads, expected))
+    assert torch.equal(dx, dx_expected)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "ZBH1"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_expanded_outputs(engine: Any):
-    stages = [lambda p, x: (x * p).mean(1, keepdim=True).expand(4, 3), lambda p, x: x * p]
-    _, (grads, _) = step(stages, [torch.ones(3)] * 2, lambda y, t: (y - t).square().mean(), engine)
-    assert grads[0].isfinite().all()
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_non_reentrant_checkpoint_under_inference_mode(engine: Any):
-    from torch.utils.checkpoint import checkpoint
-
-    stage = lambda p, x: checkpoint(lambda t: (t * p).tanh(), x, use_reentrant=False)
-    pipe = fpipe.pipeline([stage], microbatches=1, group=fpipe.local(1), engine=engine)
+def test_a_non_reentrant_checkpoint_under_inference_mode(engine: Any, schedule: str):
+    """The checkpoint records its region in the backward, which inference mode would prevent."""
+    stages = [lambda p, x: checkpoint(lambda t: (t * p).tanh(), x, use_reentrant=False)] * 2
+    params, loss = [torch.ones(3)] * 2, lambda y, t: (y - t).square().mean()
+    pipe = fpipe.pipeline(stages, schedule, loss=loss, microbatches=2, group=fpipe.local(2), engine=engine)
     with torch.inference_mode():
-        y = pipe([torch.ones(3)], X)
-    assert torch.equal(y, X.tanh())
+        _, (grads, dx) = fpipe.value_and_grad(pipe, (0, 1))(params, X, X)
+    expected, dx_expected = plainly(stages, params, loss, 2)
+    assert all(map(torch.equal, grads, expected))
+    assert torch.equal(dx, dx_expected)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_checkpoint_inside_functional_call_is_refused(engine: Any):
+    """It computes again in the backward, when the module has its own parameters back: gradients would be wrong."""
+    inner = nn.Linear(3, 3)
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(lambda t: self.inner(t).tanh(), x, use_reentrant=False)
+
+    module = Checkpointed()
+    params = {name: leaf.detach() * 2 for name, leaf in module.named_parameters()}
+    call = lambda p, x: torch.func.functional_call(module, p, (x,))
+    with pytest.raises(fpipe.TraceError, match="put fpipe.remat around"):
+        step([call], [params], lambda y, t: y.sum(), engine)
 
 
 def chain(p: Tensor, x: Any) -> Any:

@@ -317,4 +317,10 @@ def _grad(
     if not ends or not wanted:
         return [None] * len(wanted)
     edges, cotangents = zip(*ends, strict=True)
-    return torch.autograd.grad(edges, wanted, cotangents, retain_graph=keep or _RETAIN.get(), allow_unused=True)
+    grad = partial(
+        torch.autograd.grad, edges, wanted, cotangents, retain_graph=keep or _RETAIN.get(), allow_unused=True
+    )  # fmt: skip
+    if not torch.is_inference_mode_enabled():
+        return grad()
+    with torch.inference_mode(False):  # a checkpoint records its region again, which inference mode would prevent
+        return grad()

@@ -15,7 +15,7 @@ sets hooks on tensors, which would run twice. Knows no schedules or ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ from ..program import Program
 from ..signature import Result, Signature, entering
 from ..stage_programs import Programs
 from .autograd_split import Grads, Kept, both, of_inputs, of_weights, survey
-from .shape_probe import facts_of, refuse_captured, refuse_writes, run_recording
+from .shape_probe import facts_of, refuse_captured, refuse_writes, run_recording, stored_in_full
 
 
 def eager_programs(stage: Stage, signature: Signature, unused: frozenset[int] = frozenset()) -> Programs:
@@ -84,6 +84,8 @@ class _Engine:
         self.cotangents, reached = tuple(self.facts.outputs.cotangents), self.facts.dx
         self.dps = {i: f"dp{i}" for i in signature.params.wanted if self.cotangents}
         self.dxs = {i: f"dx{i}" for i in signature.x.wanted if self.cotangents and (reached is None or i in reached)}
+        self.dx_avals = {i: stored_in_full((reached or signature.x.avals)[i]) for i in self.dxs}
+        self.outputs = replace(self.facts.outputs, y=self.facts.outputs.y.with_avals(Aval.arrived))
         # Without a cotangent F records all the same, to check that the function is as expected, unless all are unused.
         wanted = bool(signature.params.wanted or signature.x.wanted)
         self.trained = wanted and bool(self.cotangents or not unused)
@@ -145,9 +147,10 @@ class _Engine:
         if ends:
             self.check_captured(ends, xs, ps)
         callers = _storages(groups)
-        facts, copied = self.facts, set(map(tree.address, (ys[j] for j in self.facts.captured)))
-        fresh = [_detached(ys[j], callers | copied) for j in facts.outputs.y.avals if j not in facts.passed]
-        aux = [] if result.aux is None else [_detached(result.aux, callers)]
+        y, others = self.outputs.y.avals, callers | set(map(tree.address, (ys[j] for j in self.facts.captured)))
+        fresh = [_as_planned(ys[j].detach(), y[j], others) for j in y if j not in self.facts.passed]
+        plan = self.outputs.aux
+        aux = [] if plan is None or result.aux is None else [_as_planned(result.aux.detach(), plan, callers)]
         return (*fresh, *aux, *(t.detach() for t in new_state)), Tape(ends, xs, ps, hooked)
 
     def _check_writes(self, before: list[list[int]], after: list[list[int]]) -> None:
@@ -172,6 +175,8 @@ class _Engine:
                 continue
             if not _fits(value, leaf):
                 raise self._differs(f"output {j}", tree.describe([value]), leaf)
+            if 0 in leaf.stride and any(a and not b for a, b in zip(value.stride(), leaf.stride, strict=True)):
+                raise self._differs(f"output {j}", "a tensor stored in full", "an expanded one")
             if value.requires_grad and not leaf.grad:
                 raise self._differs(f"output {j}", "one that carries a gradient", "none that does")
             if j in self.facts.passed and value is not xs[self.facts.passed[j]]:
@@ -227,8 +232,8 @@ class _Engine:
         for i, dx in dxs.items():
             if dx is not None and i not in self.dxs:
                 raise self._differs(f"the gradient of its input {i}", "one that is not None", "None")
-        gradients = ((self.signature.x.avals[i], dxs[i]) for i in self.dxs)
-        return tuple(_zeros(aval) if dx is None else without_gaps(dx) for aval, dx in gradients)
+        gradients = ((aval, dxs[i]) for i, aval in self.dx_avals.items())
+        return tuple(_zeros(aval) if dx is None else _as_planned(dx, aval) for aval, dx in gradients)
 
     def _weight_grads(self, dps: Grads, into: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The gradients, or none once each is added into its sum; an unused parameter adds nothing."""
@@ -259,21 +264,21 @@ class _Engine:
             w = self._program("W", self.backward_weight if dps else _nothing, kept, dps)
         else:  # without input gradients W is the whole backward
             i, w, kept = self._program("I", _nothing, (), ()), self._program("W", b.run, back, dps), back
-        dx_avals = {name: (facts.dx or signature.x.avals)[i] for i, name in self.dxs.items()}
+        dx_avals = {name: self.dx_avals[i] for i, name in self.dxs.items()}
         avals = {ys[j]: aval for j, aval in outputs.y.avals.items() if j not in passed} | dx_avals | states
         avals |= {name: signature.params.avals[i] for i, name in self.dps.items()}
         sizes = {name: aval.nbytes for name, aval in avals.items()} | {"ctx": facts.saved, "kept": facts.kept}
         return Programs(
             f, b, i, w,
             counts=signature.counts,
-            outputs=replace(outputs, y=outputs.y.with_avals(Aval.arrived)),
+            outputs=self.outputs,
             ys=tuple(map(ys.get, range(len(outputs.y.leaves)))),
             aux="aux" if aux else None,
             new_state=tuple(states),
             dps=tuple(map(self.dps.get, range(signature.counts[0]))),
             dxs=tuple(map(self.dxs.get, range(signature.counts[1]))),
             saved=held, kept=kept,
-            grad_avals={name: aval.arrived() for name, aval in dx_avals.items()},
+            grad_avals=dx_avals,
             memory={name: Held(name, nbytes) for name, nbytes in sizes.items() if nbytes is not None},
             eager=True,
             label=self.stage.label,
@@ -313,20 +318,23 @@ def _storages(groups: Sequence[Sequence[Any]]) -> set[int]:
     return {t.untyped_storage().data_ptr() for t in tensors}
 
 
-def _detached(tensor: torch.Tensor, callers: set[int]) -> torch.Tensor:
-    """An output without its graph, copied where it is the caller's memory or has gaps."""
-    tensor = tensor.detach()
-    if tensor.untyped_storage().data_ptr() in callers and tensor.numel():
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return without_gaps(tensor)
+def _as_planned(tensor: torch.Tensor, planned: Aval, callers: Container[int] = ()) -> torch.Tensor:
+    """A result with numbers for lazy flags and the strides with which it arrives on another rank.
 
-
-def without_gaps(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with the strides with which it arrives on another rank."""
-    tensor = tensor.resolve_conj().resolve_neg()  # a message contains numbers, not flags of a tensor
-    if tensor.is_contiguous() or tensor.stride() == arriving(tensor.shape, tensor.stride()):
+    It is copied where it has other strides or is the caller's memory. Of an expanded axis one element is stored.
+    """
+    tensor, stride = tensor.resolve_conj().resolve_neg(), planned.stride
+    mine = not callers or tensor.untyped_storage().data_ptr() not in callers or not tensor.numel()
+    if mine and (tensor.stride() == stride or arriving(tensor.shape, tensor.stride()) == stride):
         return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+    if planned.kind is not None:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    stored = tensor
+    for axis, step in enumerate(stride):
+        if not step:
+            stored = stored.narrow(axis, 0, 1)
+    memory = torch.empty_strided(stored.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return memory.copy_(stored).as_strided(tensor.shape, stride)
 
 
 def _fits(value: object, leaf: AbstractLeaf) -> bool:

@@ -26,7 +26,7 @@ from ...errors import ActionError, FpipeError, StageError
 from ...stage import RECORDING, Remat, Stage
 from ...tree import Aval, contiguous, parts
 from .. import fake
-from ..explain import captured_gradient_error, explain, explained, where, write_error
+from ..explain import captured_gradient_error, explain, explained, other_parameters_error, where, write_error
 from ..internals import gradient_bytes, storage_id, versions
 from ..purity import pure_on_fakes, pure_on_numbers
 from ..signature import Outputs, Result, Signature, call, entering, outputs_from, writes_into_leaf
@@ -85,7 +85,7 @@ def _for_any_path(facts: StageFacts, signature: Signature) -> StageFacts:
     """What holds whichever path a function takes: any floating output may carry a gradient, none is an input."""
     trained = bool(signature.params.wanted or signature.x.wanted)
     carrying = lambda aval: aval._replace(grad=trained and aval.differentiable)
-    y, aux = facts.outputs.y.with_avals(carrying), facts.outputs.aux
+    y, aux = facts.outputs.y.with_avals(lambda aval: stored_in_full(carrying(aval))), facts.outputs.aux
     outputs = replace(facts.outputs, y=y, aux=None if aux is None else carrying(aux))
     return replace(facts, outputs=outputs, passed={}, dx=None)
 
@@ -177,18 +177,21 @@ def _with_graph(stage: Stage, facts: StageFacts, groups: Groups, outs: Sequence[
         gradient_bytes(f.node, f.ports) for f in seen.forks
     )
     facts = replace(facts, saved=saved, kept=kept if xs else saved)
-    if not fake.is_fake(outs[0]) or not xs:
+    if not fake.is_fake(outs[0]):
         return facts
     cotangents = [(edge, torch.empty_like(t)) for t, edge in ends.items()]
     try:
-        dxs, _ = both(cotangents, xs, ps)
+        with pure_on_fakes(stage.label, other_parameters_error):
+            dxs, _ = both(cotangents, xs, ps)
+    except FpipeError:
+        raise
     except Exception:  # a backward that looks at its data
         return facts
-    return replace(facts, dx={i: _arriving(Aval.like(g)) for i, g in dxs.items() if g is not None})
+    return replace(facts, dx={i: stored_in_full(Aval.like(g)) for i, g in dxs.items() if g is not None})
 
 
-def _arriving(aval: Aval) -> Aval:
-    """With the strides on another rank. Where all elements are one number, a run may store it once or in full."""
+def stored_in_full(aval: Aval) -> Aval:
+    """With the strides on another rank, but contiguous where an axis is expanded: another run may store all of it."""
     aval = aval.arrived()
     return aval._replace(stride=contiguous(aval.shape)) if 0 in aval.stride else aval
 
