@@ -205,7 +205,7 @@ def test_a_checkpoint_inside_functional_call_is_refused(engine: Any):
     module = Checkpointed()
     params = {name: leaf.detach() * 2 for name, leaf in module.named_parameters()}
     call = lambda p, x: torch.func.functional_call(module, p, (x,))
-    with pytest.raises(fpipe.TraceError, match="put fpipe.remat around"):
+    with pytest.raises(fpipe.TraceError, match=r"put fpipe\.remat around"):
         step([call], [params], lambda y, t: y.sum(), engine)
 
 

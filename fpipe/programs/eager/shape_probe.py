@@ -177,7 +177,7 @@ def _with_graph(stage: Stage, facts: StageFacts, groups: Groups, outs: Sequence[
         gradient_bytes(f.node, f.ports) for f in seen.forks
     )
     facts = replace(facts, saved=saved, kept=kept if xs else saved)
-    if not fake.is_fake(outs[0]):
+    if not fake.is_fake(next(iter(ends))):
         return facts
     cotangents = [(edge, torch.empty_like(t)) for t, edge in ends.items()]
     try:
