@@ -40,7 +40,7 @@ def main(steps: int = 30) -> list[float]:
         updates, state = tx.update(grads, state, params)
         params = fpipe.apply_updates(params, updates)
         losses.append(loss.item())
-    fpipe.to_module(model, params)  # stages that live elsewhere are left as they are
+    fpipe.to_module(model, params, gather=pipe)  # on every process, with the stages of all
     right = (model(points).argmax(1) == inside).float().mean().item()
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; the module itself is now right in {right:.0%}")
     return losses

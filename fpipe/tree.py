@@ -8,8 +8,10 @@ The user's classes are nodes where they are registered under the namespace "fpip
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from math import prod
@@ -55,6 +57,30 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     (True, True, False)
     """
     return any(fnmatchcase(name, p) or name.startswith(p + ".") or fnmatchcase(name, p + ".*") for p in patterns)
+
+
+def unmatched(patterns: Iterable[str], names: Sequence[str], missing: Sequence[str] = ()) -> str:
+    """What is wrong with the first pattern that matches nothing, for a message; "" if there is none.
+
+    ``missing`` are paths without a value here, such as stages of other processes: a pattern that may match a leaf below
+    one of them is accepted.
+
+    >>> unmatched(["*.ww", "0.*"], ["0.w", "0.b"])
+    "'*.ww' matches no leaf; near names: 0.w"
+    >>> unmatched(["*.ww"], ["0.w"], missing=["1"]), unmatched(["0.w*"], ["0.w"])
+    ('', '')
+    """
+    for pattern in patterns:
+        if not any(matches(name, [pattern]) for name in names) and not any(_below(pattern, p) for p in missing):
+            near = get_close_matches(pattern, names, 3, 0.3) or names[:3]
+            return f"{pattern!r} matches no leaf; near names: {', '.join(near)}"
+    return ""
+
+
+def _below(pattern: str, path: str) -> bool:
+    """Whether a pattern matches a path, or may match a longer one."""
+    literal, longer = re.split(r"[*?\[]", pattern)[0], f"{path}." if path else ""
+    return matches(path, [pattern]) or literal.startswith(longer) or (literal != pattern and longer.startswith(literal))
 
 
 def is_tensor(leaf: object) -> TypeGuard[torch.Tensor]:

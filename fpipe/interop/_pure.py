@@ -113,7 +113,10 @@ def running(module: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
         if child.training and getattr(child, "track_running_stats", False)
         for name, _ in child.named_buffers(recurse=False)
     }
-    buffers = (name for name, _ in module.named_buffers(remove_duplicate=False))
+    buffers = [name for name, _ in module.named_buffers(remove_duplicate=False)]
+    fault = tree.unmatched(patterns, buffers)
+    if fault:
+        raise StageError(f"state={fault.replace('leaf', 'buffer')}")
     return [name for name in buffers if name in statistics or tree.matches(name, patterns)]
 
 

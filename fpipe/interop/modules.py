@@ -7,14 +7,16 @@ schedules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import combinations, pairwise
 from typing import TypeAlias
 
 import torch
 from torch import fx, nn
 
+from .. import tree
 from ..errors import StageError
+from ..running.pipeline import Pipeline
 from ..stage import Stage
 from ._pieces import pieces
 from ._pure import Pure, claims, clone, running
@@ -77,13 +79,20 @@ def _state_of(graphs: Iterable[nn.Module], names: Sequence[str], changing: Set[s
     return state
 
 
-def to_module(model: nn.Module, params: ByStage, state: ByStage | None = None) -> nn.Module:
+def to_module(
+    model: nn.Module, params: ByStage, state: ByStage | None = None, *, gather: Pipeline | None = None
+) -> nn.Module:
     """Write stage parameters (and state) back into a module, by name; returns the module.
 
     Args:
         model: the module that ``from_module`` cut, or one like it.
-        params: by stage; entries that are ``None`` (stages on other processes) change nothing.
+        params: by stage; an empty dict leaves a stage as it is.
         state: likewise.
+        gather: the pipeline, where stages are on other processes (their entries are ``None``). Every process calls this
+            function, the tensors of a stage are sent from the rank that has it, and every module gets all of them.
+
+    Raises:
+        StageError: if a stage is on another process and ``gather`` is not given, or a tensor does not fit the module.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     >>> stages, params = from_module(model, cuts=["1"])
@@ -91,13 +100,41 @@ def to_module(model: nn.Module, params: ByStage, state: ByStage | None = None) -
     >>> float(to_module(model, changed)[1].weight.detach().abs().sum())
     0.0
     """
+    elsewhere = [stage for stage, part in enumerate(params) if part is None]
+    if gather is None and elsewhere:
+        raise StageError(
+            f"params of stages {elsewhere} are None: they are on other processes, and the module would keep its old "
+            "values there; call to_module(model, params, gather=pipe) on every process, or pass {} for a stage that "
+            "stays as it is"
+        )
+    if gather is not None and not isinstance(gather, Pipeline):
+        raise StageError(f"gather={gather!r}; give the pipeline whose parameters these are, as in gather=pipe")
     targets = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     with torch.no_grad():
-        for index, tensors in enumerate([*params, *(state or ())]):
-            for name, value in (tensors or {}).items():
-                if value is not None:
-                    _write(targets, name, value, index % max(len(params), 1))
+        for part in (params, state):
+            for stage, tensors in enumerate(part or () if gather is None or part is None else _whole(gather, part)):
+                for name, value in (tensors or {}).items():
+                    if value is not None:
+                        _write(targets, name, value, stage)
     return model
+
+
+def _whole(pipe: Pipeline, by_stage: ByStage) -> Iterator[Mapping[str, torch.Tensor]]:
+    """The tensors of each stage, from the rank that has it. Every process runs this to its end."""
+    by_stage = pipe.unshard(by_stage)
+    here = {s: {n: t for n, t in (by_stage[s] or {}).items() if t is not None} for s in pipe.here}
+    offers = pipe.gather({s: [(n, tuple(t.shape), str(t.dtype)) for n, t in part.items()] for s, part in here.items()})
+    for stage in range(pipe.stages):
+        rank = pipe.placement.rank_of(stage)
+        names = [name for name, _, _ in offers[rank][stage]]
+        specs = [torch.empty(shape, dtype=_dtype(dtype), device="meta") for _, shape, dtype in offers[rank][stage]]
+        mine = tuple(t.detach().contiguous() for t in here[stage].values()) if rank in pipe.group.here else None
+        values = pipe.group.share(mine, tuple(map(tree.Spec.of, specs)), rank) if specs else ()
+        yield dict(zip(names, values, strict=True))
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name.removeprefix("torch."))
 
 
 def _write(targets: Mapping[str, torch.Tensor], name: str, value: torch.Tensor, stage: int) -> None:

@@ -7,7 +7,6 @@ exchange the interfaces of stages between processes. Knows no values.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
@@ -86,7 +85,7 @@ def prepare(config: Config, request: Request) -> Prepared:
     facts = _facts(config, request)
     agree(group, facts, lambda fact: str(schedule) if fact == "schedule" else "")
     traced = _traced(config, request)
-    _check_frozen(config, traced[0].interfaces)
+    _check_patterns(config, traced[0].interfaces)
     tied, specs = _ties(config, request, traced[0].interfaces)
     inputs = {
         rank: LoweringInput(
@@ -293,13 +292,13 @@ def _located(text: str, params: AbstractTree, index: int | None) -> str:
     return f"stage {index}: {text}" + (f" ({'; '.join(hints)})" if hints else "")
 
 
-def _check_frozen(config: Config, interfaces: Sequence[Interface]) -> None:
-    """A pattern that matches no leaf is a mistake: what it should freeze would be trained."""
+def _check_patterns(config: Config, interfaces: Sequence[Interface]) -> None:
+    """A pattern that matches no leaf is a mistake: what it should freeze, for instance, would be trained."""
     names = [f"{stage}.{leaf}" for stage, interface in enumerate(interfaces) for leaf in interface.leaves]
-    for pattern in config.frozen:
-        if not any(tree.matches(name, [pattern]) for name in names):
-            near = ", ".join(difflib.get_close_matches(pattern, names, 3, 0.3) or names[:3])
-            raise StageError(f"frozen={pattern!r} matches no leaf of the parameters; they have names like {near}")
+    for option, patterns in (("frozen", config.frozen), ("own", config.copies.own if config.copies else ())):
+        fault = tree.unmatched(patterns, names)
+        if fault:
+            raise StageError(f"{option}={fault}")
 
 
 Leaves: TypeAlias = tuple[tuple[int, int], ...]  # as (stage, index of the leaf)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import TransformError
 from . import _foreach as F
 from ._base import Params, State, Transform, leafwise
-from ._places import Column, Mask, Places, by_kind, count, flags, zeros
+from ._places import Column, Mask, Places, by_kind, count, flags, mask_of, zeros
 
 #: A number, or a function of the number of steps before this one.
 Rate: TypeAlias = float | Callable[[int], float]
@@ -70,6 +70,8 @@ def optimizer(
     """
 
     def init(params: Params) -> State:
+        if mask is not None:
+            mask_of(mask, params)  # raises
         return state_type(count(), *(zeros(params, dtype) for _ in range(moments)))
 
     def update(at: Places, state: State, params: Params) -> tuple[Column, State]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import TransformError
 from ..programs.internals import wrapped
-from ..tree import NAMESPACE, Structure, Tree, is_floating, matches, names, tree_map
+from ..tree import NAMESPACE, Structure, Tree, is_floating, matches, names, tree_map, unmatched
 from . import _foreach as F
 
 #: One value per leaf, in the order of the leaves.
@@ -83,6 +83,11 @@ class Places(NamedTuple):
         """The dotted names of some of the leaves."""
         every = names(optree.tree_unflatten(self.spec, range(self.spec.num_leaves)))
         return [every[self.where[index]] for index in indices]
+
+    def missing(self) -> list[str]:
+        """The dotted paths of the places without a leaf."""
+        every, here = names(optree.tree_unflatten(self.spec, range(self.spec.num_leaves))), set(self.where)
+        return [name for index, name in enumerate(every) if index not in here]
 
     def _flat(self, other: Tree, what: str) -> Column:
         try:
@@ -179,6 +184,7 @@ def mask_of(mask: Mask, tree: Tree) -> Tree:
     [{'b': True, 'w': True}, None, {'w': False}]
     """
     if isinstance(mask, (list, tuple)) and mask and all(isinstance(item, str) for item in mask):
+        _check_patterns(mask, tree)
         return _by_name(tree, lambda name: matches(name, mask))
     return _spread(mask, tree)
 
@@ -193,7 +199,9 @@ def labels_of(labels: Labels, tree: Tree) -> Tree:
     [{'b': 'first', 'w': 'first'}, None, {'w': 'third'}]
     """
     if isinstance(labels, Mapping) and not isinstance(tree, Mapping):
-        return _by_name(tree, lambda name: _first_match(name, labels))
+        result = _by_name(tree, lambda name: _first_match(name, labels))
+        _check_patterns(labels, tree)
+        return result
     return _spread(labels, tree)
 
 
@@ -202,6 +210,17 @@ def flags(at: Places, mask: Mask | None, params: Tree) -> list[bool]:
     if mask is None:
         return [True] * len(at.leaves)
     return [bool(flag) for flag in at.of(mask_of(mask, params), "the mask")]
+
+
+def _check_patterns(patterns: Iterable[str], tree: Tree) -> None:
+    """A pattern that matches no leaf is a mistake, unless it may match one of a stage on another process."""
+    here = names(tree)
+    if all(any(matches(name, [pattern]) for name in here) for pattern in patterns):
+        return
+    missing = places(tree).missing()
+    fault = unmatched(patterns, here, missing) if here or missing else ""
+    if fault:
+        raise TransformError(f"pattern {fault}; a pattern is the path of a leaf or a subtree, as '0.norm' or '*.bias'")
 
 
 def _by_name(tree: Tree, label: Callable[[str], Any]) -> Tree:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..collectives.group import Group
 from ..errors import TransformError
-from ..tree import Tree, matches, names
+from ..tree import Tree, matches, names, unmatched
 from . import _foreach as F
 from ._base import Params, Speculation, State, Transform, Updates, on_leaves
 from ._over import Board, Over, Sharded, board_device, own_leaves, shards_of, stages_here, wide
@@ -67,8 +67,11 @@ class Norm(NamedTuple):
         """The norm of each stage on this process, without the leaves that ``skip`` names."""
         skip |= self.copies
         if skip:
-            at = places(tree)
-            tree = at.keep([name not in skip for name in names(tree)])
+            at, every = places(tree), names(tree)
+            fault = unmatched(self.copies - set(every), every, at.missing()) if not self.copies.issubset(every) else ""
+            if fault:
+                raise TransformError(f"tied= names {fault}")
+            tree = at.keep([name not in skip for name in every])
         kernel = lambda xs: [_by_rows(x.reshape(-1), self.p) for x in xs] if self.exact else F.norms(xs, self.p)
         stages, device = stages_here(tree, self.over), board_device(tree, self.over)
         parts = {stage: [leaf for leaf in places(part).leaves if leaf.numel()] for stage, part in stages.items()}

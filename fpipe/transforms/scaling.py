@@ -18,7 +18,7 @@ from . import _foreach as F
 from ._base import Params, State, Transform, leafwise, on_leaves
 from ._optimizer import decay, rate_at, weights_of
 from ._over import Over, shards_of
-from ._places import Column, Mask, Places, count, flags, map_kinds
+from ._places import Column, Mask, Places, count, flags, map_kinds, mask_of
 
 
 class StepState(NamedTuple):
@@ -82,11 +82,16 @@ def weight_decay(rate: float, mask: Mask | None = None) -> Transform:
     [{'b': tensor([0.]), 'w': tensor([0.1000])}]
     """
 
+    def init(params: Params) -> State:
+        if mask is not None:
+            mask_of(mask, params)  # raises
+        return ()
+
     def step(at: Places, state: State, params: Params) -> tuple[Column, State]:
         weights, chosen = weights_of(at, params, "weight_decay"), flags(at, mask, params)
         return map_kinds(lambda gs, ps, on: decay(gs, ps, on, rate), at.leaves, weights, chosen), state
 
-    return leafwise(lambda params: (), step)
+    return leafwise(init, step)
 
 
 def add_noise(eta: float, gamma: float = 0.55, *, seed: int = 0, over: Over | None = None) -> Transform:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fpipe
+from fpipe import tree
 from fpipe.interop._pure import clone
 from fpipe.programs.tracing import trace
 from module_model import CUTS, LanguageModel, batch, cross_entropy, language_model
@@ -241,6 +242,7 @@ class Chooser(nn.Module):
         (LanguageModel(), {"cuts": ["norm"], "side": ["mask"]}, r"side=\['mask'\] are no arguments.*it has keep"),
         (Chooser(), {"cuts": ["b"]}, "cannot be read as a chain"),
         (nn.Sequential(Chooser(), nn.Linear(2, 2)), {"cuts": ["0.never"]}, "cannot be read as a chain"),
+        (nn.BatchNorm1d(2), {"state": ["mean"]}, "state='mean' matches no buffer; near names: running_mean"),
         (nn.ModuleDict({"a": nn.Linear(2, 2)}), {}, "cannot be read as a chain|no arguments|has no forward"),
         (lambda x: x, {}, "takes an nn.Module, not a function"),
     ],
@@ -265,9 +267,64 @@ def test_never_called():
 def test_to_module_refuses_what_does_not_fit():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     _, params = fpipe.from_module(model, ["1"])
-    assert fpipe.to_module(model, [None, {"1.bias": torch.ones(2), "1.weight": None}]) is model
+    assert fpipe.to_module(model, [{}, {"1.bias": torch.ones(2), "1.weight": None}]) is model
     assert model[1].bias.tolist() == [1, 1]
     with pytest.raises(fpipe.StageError, match=r"stage 0 hold '5\.bias', which the module does not have"):
-        fpipe.to_module(model, [{"5.bias": torch.ones(2)}, None])
+        fpipe.to_module(model, [{"5.bias": torch.ones(2)}, {}])
     with pytest.raises(fpipe.StageError, match=r"'1\.bias' has shape \[3\], the module's has \[2\]"):
         fpipe.to_module(model, [params[0], {"1.bias": torch.ones(3)}])
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def _stale(group: Any) -> str:
+    model = Tiny()
+    stages, params = fpipe.from_module(model, cuts=["layers.2"])
+    pipe = fpipe.pipeline(stages, group=group, microbatches=1)
+    try:
+        fpipe.to_module(model, pipe.place(params))
+    except fpipe.FpipeError as error:
+        return str(error)
+    return ""
+
+
+def test_to_module_refuses_stages_of_other_ranks():
+    messages = fpipe.testing.run(_stale, ranks=2)
+    assert all("gather" in message for message in messages), messages
+
+
+def test_to_module_gathers():
+    def work(group: Any) -> bool:
+        torch.manual_seed(0)
+        model = Tiny()
+        stages, params = fpipe.from_module(model, cuts=["layers.2"])
+        pipe = fpipe.pipeline(stages, group=group, microbatches=1)
+        changed = tree.tree_map(lambda t: t + 1, pipe.place(params))
+        before = [p.clone() for p in model.parameters()]
+        fpipe.to_module(model, changed, gather=pipe)
+        return all(torch.equal(p, q + 1) for p, q in zip(model.parameters(), before, strict=True))
+
+    assert fpipe.testing.run(work, ranks=2) == [True, True]
+
+
+def test_to_module_gathers_statistics():
+    def work(group: Any) -> bool:
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+        stages, params = fpipe.from_module(model, cuts=["2"])
+        pipe = fpipe.pipeline(stages, group=group, microbatches=1)
+        own = stages[0].initial_state if group.rank == 0 else None
+        state = [None if own is None else {n: t + 3 for n, t in own.items()}, None]
+        fpipe.to_module(model, pipe.place(params), state, gather=pipe)
+        return torch.equal(model[1].running_mean, torch.full((2,), 3.0))
+
+    assert fpipe.testing.run(work, ranks=2) == [True, True]

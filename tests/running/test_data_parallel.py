@@ -535,3 +535,11 @@ def test_copies_that_differ_are_told():
 
     with pytest.raises(fpipe.MismatchError, match=r"disagree about copies.*zero=0.*zero=2"):
         on_copies(run)
+
+
+def test_an_own_pattern_that_fits_nothing_is_refused():
+    def run(dp: Any) -> None:
+        fpipe.grad(pipe_of("1F1B", dp, own=["*.bb"]))(network(2), *(t.chunk(2)[dp.here[0]] for t in batch()))
+
+    with pytest.raises(fpipe.StageError, match=r"own='\*\.bb' matches no leaf"):
+        on_copies(run)

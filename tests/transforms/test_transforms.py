@@ -163,3 +163,25 @@ def test_misfit_trees_are_told():
 def test_mistakes_are_told(make: Callable[[], Any], words: str):
     with pytest.raises(TransformError, match=words):
         make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: T.masked(T.sgd(0.1), ["*.ww"]),
+        lambda: T.partition({"a": T.sgd(0.1), "b": T.identity()}, {"*.ww": "a", "*": "b"}),
+        lambda: T.weight_decay(0.1, ["0.w", "*.ww"]),
+        lambda: T.adamw(0.1, mask=["*.ww"]),
+        lambda: T.muon(0.1, weight_decay=0.1, mask=["*.ww"]),
+    ],
+)
+def test_a_pattern_that_fits_nothing_is_refused(make: Callable[[], T.Transform]):
+    with pytest.raises(TransformError, match=r"'\*\.ww' matches no leaf; near names: .*0\.w"):
+        make().init([{"w": torch.ones(2, 2)}, {"b": torch.ones(2, 2)}])
+    elsewhere = [{"w": torch.ones(2, 2)}, None]  # the pattern may match a leaf of stage 1
+    make().init(elsewhere)
+
+
+def test_a_tied_name_of_a_norm_that_fits_nothing_is_refused():
+    with pytest.raises(TransformError, match=r"'1\.ww' matches no leaf"):
+        T.global_norm([{"w": torch.ones(1)}, {"w": torch.ones(1)}], tied=[("0.w", "1.ww")])
