@@ -20,6 +20,7 @@ from .explain import write_error
 from .internals import mutates, operator_of, storage_id, updates_statistics
 
 _T, _SUM, _VIEW = torch.ops.aten.t.default, torch.ops.aten.sum.dim_IntList, torch.ops.aten.view.default
+_RNN = torch.ops.aten.mkldnn_rnn_layer.default
 _IDENTITY = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 #: What the first letter of a placeholder's name means, where its memory belongs to the caller and may not change.
 _SHARED = {"p": "a parameter", "k": "a side input"}
@@ -281,7 +282,7 @@ def _is_view(node: fx.Node, shape: tuple[int, ...]) -> bool:
     return node.target is _VIEW and value is not None and tuple(value.shape) == shape
 
 
-# ---- batch norm -----------------------------------------------------------------------------------------------------
+# ---- operations that do more than their schemas say ------------------------------------------------------------------
 
 
 def norm(kernel: Callable[..., tuple[Any, ...]], *args: Any) -> tuple[Any, ...]:
@@ -290,11 +291,19 @@ def norm(kernel: Callable[..., tuple[Any, ...]], *args: Any) -> tuple[Any, ...]:
     return (*kernel(*args[:3], mean, var, *args[5:]), mean, var)
 
 
+def keeping(kernel: Callable[..., tuple[Any, ...]], *args: Any) -> tuple[Any, ...]:
+    """An operation that returns what its backward needs only while autograd records, which programs switch off."""
+    with torch.enable_grad():
+        return kernel(*args)
+
+
 def spell_out(graph: fx.GraphModule) -> None:
     """Make updates of running statistics explicit: later readers of a statistic read the new value."""
     nodes = list(graph.graph.nodes)
     for place, node in enumerate(nodes):
         op = operator_of(node)
+        if node.target is _RNN:
+            node.target, node.args = keeping, (node.target, *node.args)
         if op is not None and updates_statistics(op, node.args):
             _return_statistics(graph.graph, node, set(nodes[place + 1 :]))
 

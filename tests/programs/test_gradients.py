@@ -273,3 +273,21 @@ def test_an_eager_stage_that_reaches_another_input_than_on_fakes_is_refused():
     )
     with pytest.raises(fpipe.FpipeError, match="the gradient of its input 1"):
         fpipe.grad(pipe)([torch.ones(3)] * 2, X)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "ZBH1"])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers(kind: type[nn.Module], engine: Any, schedule: str):
+    """On the CPU an LSTM keeps what its backward needs only where autograd records."""
+    module = kind(3, 3, num_layers=2, batch_first=True)
+    params = {name: leaf.detach().clone() for name, leaf in module.named_parameters()}
+    stage = lambda p, x: torch.func.functional_call(module, p, (x[:, None],))[0][:, 0]
+    loss = lambda y, t: (y - t).square().mean()
+    pipe = fpipe.pipeline([stage] * 2, schedule, loss=loss, microbatches=2, group=fpipe.local(2), engine=engine)
+    _, grads = fpipe.value_and_grad(pipe)([params] * 2, X, X)
+    live = [{name: leaf.clone().requires_grad_() for name, leaf in params.items()} for _ in range(2)]
+    for x, t in zip(X.chunk(2), X.chunk(2), strict=True):
+        (loss(stage(live[1], stage(live[0], x)), t) / 2).backward()
+    for found, plain in zip(grads, live, strict=True):
+        assert all(leaf.grad is not None and torch.equal(found[name], leaf.grad) for name, leaf in plain.items())
