@@ -22,17 +22,9 @@ def default_store() -> Store:
     return _get_default_store()
 
 
-def of_group(pg: dist.ProcessGroup, purpose: str) -> Store:
-    """A prefix of the default store: the same for all ranks of a process group, different for every other group.
-
-    It contains how often this rank asked for a group of these ranks. The store holds that count, so it is right also
-    for a process that was restarted while the store kept running.
-    """
-    store = default_store()
-    name = f"fpipe/{purpose}/{'-'.join(map(str, dist.get_process_group_ranks(pg)))}"
-    nth = store.add(f"{name}/{pg.rank()}", 1)
-    prefixed = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
-    return prefixed(f"{name}/{nth}", store)
+def prefixed(prefix: str, store: Store) -> Store:
+    """The same store, in which every key has a prefix."""
+    return dist.PrefixStore(prefix, store)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def connection(store: Store, timeout: timedelta) -> Store:

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store whose calls end in time.
+"""A store whose calls end in time, and whose values are signed.
 
 ``TCPStore`` applies its time-out to ``wait`` and ``get`` alone: ``set``, ``add`` and ``check`` wait for ever while the
 process or the machine of the store is stopped or cut off. Here each call runs on a thread, and the caller waits for at
-most ``seconds``. A call that exceeds them is left behind with its connection. This module must not know keys.
+most ``seconds``. A call that exceeds them is left behind with its connection.
+
+Everybody who reaches the port of a ``TCPStore`` can write to it. If ``FPIPE_SECRET`` is set, as ``fpipe.launch`` does,
+a value that was not written by a process with the same secret is refused. This module must not know keys.
 """
 
 from __future__ import annotations
 
+import hmac
+import os
 import threading
 import time
 import weakref
@@ -16,13 +21,31 @@ from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from ._store import Store, connection
+import torch.distributed as dist
+
+from ..errors import GroupError
+from ._store import Store, connection, default_store, prefixed
 
 T = TypeVar("T")
+#: The environment variable of the secret of a job.
+SECRET = "FPIPE_SECRET"
+_SIGNATURE = 32
 
 
 class StoreLostError(RuntimeError):
     """The store did not answer in time, or its process is gone."""
+
+
+def of_group(pg: dist.ProcessGroup, purpose: str, seconds: float) -> BoundedStore:
+    """A prefix of the default store: the same for all ranks of a process group, different for every other group.
+
+    It contains how often this rank asked for a group of these ranks. The store holds that count, so it is right also
+    for a process that was restarted while the store kept running.
+    """
+    store = default_store()
+    name = f"fpipe/{purpose}/{'-'.join(map(str, dist.get_process_group_ranks(pg)))}"
+    nth = BoundedStore(store, seconds).add(f"{name}/{pg.rank()}", 1)
+    return BoundedStore(prefixed(f"{name}/{nth}", store), seconds)
 
 
 class BoundedStore:
@@ -38,17 +61,36 @@ class BoundedStore:
 
     def __init__(self, store: Store, seconds: float, pause: float = 0.0):
         self.seconds, self.pause = seconds, pause
+        self._secret = os.environ.get(SECRET, "").encode()
         self._store = store
         self._calls: SimpleQueue[_Call] | None = None
         self._lost_at = float("-inf")
 
+    def bounded(self, seconds: float, pause: float) -> BoundedStore:
+        """The same store over another connection, with other bounds."""
+        return BoundedStore(self._store, seconds, pause)
+
     def set(self, key: str, value: str | bytes) -> None:
         """Store a value."""
-        self._run(lambda store: store.set(key, value))  # pyright: ignore[reportArgumentType]  # bytes are accepted
+        raw = value.encode() if isinstance(value, str) else value
+        signed: Any = self._signature(key, raw) + raw
+        self._run(lambda store: store.set(key, signed))
 
     def get(self, key: str) -> bytes:
         """The value of a key that is set."""
-        return self._run(lambda store: store.get(key))
+        raw = self._run(lambda store: store.get(key))
+        if not self._secret:
+            return raw
+        signature, value = raw[:_SIGNATURE], raw[_SIGNATURE:]
+        if not hmac.compare_digest(signature, self._signature(key, value)):
+            raise GroupError(
+                f"the value of {key!r} in the store of the job was not written by this job: its signature is wrong. "
+                f"Another process writes to the store; {SECRET} must be equal on all ranks"
+            )
+        return value
+
+    def _signature(self, key: str, value: bytes) -> bytes:
+        return hmac.digest(self._secret, key.encode() + b"\0" + value, "sha256") if self._secret else b""
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are set."""

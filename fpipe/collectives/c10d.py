@@ -22,8 +22,8 @@ from torch import Tensor
 from ..devices import kind
 from ..errors import GroupError
 from ..tree import Spec
-from ._store import of_group
 from .adapt import reduction, sending
+from .bounded import of_group
 from .capabilities import Capabilities
 from .faults import FaultMonitor
 from .group import Group, Pending, Receiver, Sender, Work
@@ -65,7 +65,7 @@ class C10dGroup(Group):
         self._device = device
         #: The process group of messages to lower ranks.
         self._back = pg if self.can.habit("crossed") or self.size == 1 else _twin(pg)
-        store = of_group(pg, purpose)
+        store = of_group(pg, purpose, timeout)
         self._monitor = FaultMonitor(store, self.rank, self.size, timeout)
         self._rendezvous = Rendezvous(store, self._monitor)
         self._sent: list[deque[Pending]] = [deque() for _ in range(self.size)]

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from ..errors import FpipeError, GroupError, PeerError, StalledError
-from ._store import Store
+from .bounded import BoundedStore
 from .journal import BEAT, Entry, Journal
 
 _LATE = ("timed out", "timeout", "time out")
@@ -37,7 +37,7 @@ class _Trail(NamedTuple):
 class FaultMonitor:
     """One rank's view of the others' failures; remembers the first error of its group."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: float):
+    def __init__(self, store: BoundedStore, rank: int, size: int, timeout: float):
         self.rank, self.size, self.timeout = rank, size, timeout
         self.journal = Journal(store, rank)
         self.broken: GroupError | None = None

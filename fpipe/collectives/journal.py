@@ -13,14 +13,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from typing import NamedTuple, TypeVar
 
-from ._store import Store, connection
+from ..errors import GroupError
+from .bounded import BoundedStore
 
 EVERY = 0.1
 BEAT = 1.0
-_PATIENCE = timedelta(seconds=2)
+_PATIENCE, _PAUSE = 2.0, 30.0  #: seconds for the store to answer, and until the next try
 T = TypeVar("T")
 
 
@@ -49,18 +49,18 @@ class Journal:
     ``text`` is the newest action of this rank, and ``peer`` the rank that it waits for, set by the caller.
 
     >>> import torch.distributed as dist
-    >>> store = dist.HashStore()
+    >>> store = BoundedStore(dist.HashStore(), 5.0)
     >>> first, second = (Journal(store, rank) for rank in range(2))
     >>> first.note("3F1"); first.write(); second.last(0).note; first.close()
     '3F1'
     """
 
-    def __init__(self, store: Store, rank: int):
+    def __init__(self, store: BoundedStore, rank: int):
         self.text = ""
         self.peer: int | None = None
         self._rank = rank
         self._entry, self._written = Entry(0.0, ""), 0.0
-        self._store: Store | None = connection(store, _PATIENCE)
+        self._store = store.bounded(_PATIENCE, _PAUSE)
         self._lock = threading.RLock()
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
@@ -109,12 +109,11 @@ class Journal:
         text = self._use(lambda store: store.get(key) if store.check([key]) else None)
         return None if text is None else Entry(*json.loads(text))
 
-    def _use(self, call: Callable[[Store], T]) -> T | None:
+    def _use(self, call: Callable[[BoundedStore], T]) -> T | None:
         with self._lock:
             try:
-                return None if self._store is None else call(self._store)
-            except RuntimeError:  # the process that hosted the store is gone
-                self._store = None
+                return call(self._store)
+            except (RuntimeError, GroupError):  # the process of the store is gone or stopped, or another one writes
                 return None
 
 
@@ -132,4 +131,4 @@ def _keep_writing(journal: weakref.ref[Journal], end: threading.Event) -> None:
 def _stop(thread: threading.Thread | None, end: threading.Event) -> None:
     end.set()
     if thread is not None and thread is not threading.current_thread():
-        thread.join(timeout=_PATIENCE.total_seconds() + EVERY)
+        thread.join(timeout=_PATIENCE + EVERY)

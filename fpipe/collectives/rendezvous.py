@@ -12,7 +12,7 @@ import time
 from itertools import count
 from typing import Any
 
-from ._store import Store
+from .bounded import BoundedStore
 from .faults import FaultMonitor
 
 _LINGER = 5.0  #: seconds that rank 0, which may host the store, waits for the others to leave a round
@@ -23,7 +23,7 @@ _POLL_FAILURES = 1.0  #: seconds between two polls for a reported failure
 class Rendezvous:
     """Numbered rounds in which every rank contributes one object; a round ends when all objects were read."""
 
-    def __init__(self, store: Store, monitor: FaultMonitor):
+    def __init__(self, store: BoundedStore, monitor: FaultMonitor):
         self._store, self._monitor = store, monitor
         self._rounds = count()
 
@@ -35,7 +35,7 @@ class Rendezvous:
         if monitor.size == 1:
             return [obj]
         with monitor.waiting(None, "to meet"):
-            store.set(f"round/{number}/{monitor.rank}", pickle.dumps(obj))  # pyright: ignore[reportArgumentType]  # bytes are accepted
+            store.set(f"round/{number}/{monitor.rank}", pickle.dumps(obj))
             if number >= 2:  # a rank in round n-1 has read all of round n-2
                 store.delete_key(f"round/{number - 2}/{monitor.rank}")
         objects = [obj if rank == monitor.rank else self._read(number, rank) for rank in range(monitor.size)]

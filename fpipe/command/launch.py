@@ -11,6 +11,7 @@ import ctypes
 import multiprocessing as mp
 import os
 import pickle
+import secrets
 import signal
 import sys
 import threading
@@ -24,6 +25,7 @@ from ..errors import LaunchError
 from .outcome import GRACE, Report, call, collect, environment, results, store
 from .ray import launch as on_ray
 
+_LOOPBACK = "127.0.0.1"
 _TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of mallopt(3)
 
 
@@ -60,12 +62,17 @@ def launch(
 
 
 def _on_processes(fn: partial[Any], ranks: int, timeout: float | None, env: dict[str, str], context: Any) -> list[Any]:
-    tcp_store = store("127.0.0.1")
+    tcp_store, secret = store(_LOOPBACK), secrets.token_hex(16)
+    env = (
+        {"GLOO_SOCKET_IFNAME": "lo"} | env
+        if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ
+        else env
+    )
     children: list[_Child] = []
     reports: dict[int, Report] = {}
     try:
         for rank in range(ranks):
-            children.append(_start(context, fn, environment(rank, ranks, tcp_store) | env))
+            children.append(_start(context, fn, environment(rank, ranks, tcp_store, secret) | env))
         of_pipe = {child.pipe: child for child in children}
         reports = collect(list(of_pipe), wait, lambda pipe: of_pipe[pipe].read(), timeout)
         return results(reports, ranks, timeout)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import socket
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,7 +33,7 @@ class Report:
     how: str = ""
 
 
-def environment(rank: int, ranks: int, tcp_store: Any) -> dict[str, str]:
+def environment(rank: int, ranks: int, tcp_store: Any, secret: str) -> dict[str, str]:
     """The environment variables of torchrun for a rank of one machine whose launcher holds the store."""
     return {
         **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
@@ -40,15 +41,18 @@ def environment(rank: int, ranks: int, tcp_store: Any) -> dict[str, str]:
         "MASTER_ADDR": tcp_store.host,
         "MASTER_PORT": str(tcp_store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher holds the store: rank 0 must not start one
+        "FPIPE_SECRET": secret,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
 
 
 def store(address: str) -> Any:
-    """A store in the launcher, which outlives every rank."""
+    """A store in the launcher, which outlives every rank; it listens on this address alone."""
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # slow, and only needed here
 
-    return TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    listener = socket.create_server((address, 0))  # TCPStore itself would listen on all interfaces
+    port = listener.getsockname()[1]
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def call(fn: Callable[[], Any], rank: int, dumps: Callable[[Any], bytes] = pickle.dumps) -> bytes:

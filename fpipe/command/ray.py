@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -39,7 +40,7 @@ def launch(
         nodes = ray.get([actor.node.remote() for actor in actors])
         actors = [actors[index] for index in _adjacent(nodes)]
         tcp_store = store(ray.util.get_node_ip_address())
-        envs = _environments(sorted(nodes, key=nodes.index), tcp_store, env)
+        envs = _environments(sorted(nodes, key=nodes.index), tcp_store, secrets.token_hex(16), env)
         sent = ray.put(fn)  # once, not once for each rank
         refs = [actor.run.remote(sent, env) for actor, env in zip(actors, envs, strict=True)]
         reports = collect(refs, lambda left, seconds: ray.wait(left, timeout=seconds)[0], partial(_read, ray), timeout)
@@ -107,10 +108,10 @@ def _adjacent(nodes: Sequence[str]) -> list[int]:
     return sorted(range(len(nodes)), key=lambda index: nodes.index(nodes[index]))
 
 
-def _environments(nodes: Sequence[str], tcp_store: Any, more: dict[str, str]) -> list[dict[str, str]]:
+def _environments(nodes: Sequence[str], tcp_store: Any, secret: str, more: dict[str, str]) -> list[dict[str, str]]:
     """The environment of each rank; local ranks count from 0 on each node."""
     return [
-        environment(rank, len(nodes), tcp_store)
+        environment(rank, len(nodes), tcp_store, secret)
         | {"LOCAL_RANK": str(nodes[:rank].count(node)), "LOCAL_WORLD_SIZE": str(nodes.count(node))}
         | more
         for rank, node in enumerate(nodes)

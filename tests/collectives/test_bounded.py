@@ -1,0 +1,85 @@
+"""The store of a job: calls that end in time, values that only the job writes, and one address."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from fpipe.collectives.bounded import SECRET, BoundedStore, StoreLostError
+from fpipe.command.outcome import store as launcher_store
+from fpipe.errors import GroupError
+
+HOST = """
+import time, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def stopped():
+    """A connection to a store, and a function that stops the process of the store."""
+    host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)
+    assert host.stdout is not None
+    store = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False)
+    yield store, lambda: os.kill(host.pid, signal.SIGSTOP), lambda: os.kill(host.pid, signal.SIGCONT)
+    host.kill()
+    host.wait()
+    host.stdout.close()
+
+
+@pytest.mark.xdist_group("bounded")
+def test_calls_end_while_the_process_of_the_store_is_stopped(stopped):
+    """``check`` and ``add`` of TCPStore have no time-out: survivors of a stopped rank 0 waited for ever."""
+    store, stop, go_on = stopped
+    bounded = BoundedStore(store, 0.5, pause=0.5)
+    bounded.set("key", "value")
+    assert bounded.get("key") == b"value"
+    stop()
+    for call in (lambda: bounded.check(["key"]), lambda: bounded.add("count", 1), lambda: bounded.get("key")):
+        start = time.monotonic()
+        with pytest.raises(StoreLostError, match=r"no answer within 0\.5 s"):
+            call()
+        assert time.monotonic() - start < 2
+    assert bounded.lost
+    go_on()
+    time.sleep(0.6)
+    assert bounded.check(["key"])
+    assert not bounded.lost
+
+
+def test_a_value_that_another_process_wrote_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(SECRET, "a")
+    store = dist.HashStore()
+    ours = BoundedStore(store, 5.0)
+    ours.set("key", b"value")
+    assert ours.get("key") == b"value"
+    store.set("key", "forged")
+    with pytest.raises(GroupError, match="'key' in the store of the job was not written by this job"):
+        ours.get("key")
+    monkeypatch.setenv(SECRET, "b")
+    BoundedStore(store, 5.0).set("other", b"value")
+    with pytest.raises(GroupError, match="signature"):
+        ours.get("other")
+    store.set("moved", store.get("other"))
+    with pytest.raises(GroupError, match="signature"):
+        BoundedStore(store, 5.0).get("moved")
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads /proc")
+def test_the_launcher_listens_on_one_address():
+    """TCPStore itself listens on all interfaces."""
+    port = f":{launcher_store('127.0.0.1').port:04X}"
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()
+    ]
+    listening = [fields[1] for fields in lines if fields[1].endswith(port) and fields[3] == "0A"]
+    assert listening == [f"0100007F{port}"]
