@@ -77,7 +77,8 @@ def test_a_value_that_another_process_wrote_is_refused(monkeypatch: pytest.Monke
 @pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads /proc")
 def test_the_launcher_listens_on_one_address():
     """TCPStore itself listens on all interfaces."""
-    port = f":{launcher_store('127.0.0.1').port:04X}"
+    store = launcher_store("127.0.0.1")
+    port = f":{store.port:04X}"
     lines = [
         line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()
     ]
