@@ -193,9 +193,8 @@ def _traced(config: Config, request: Request) -> list[_Traced]:
             replace(kind, interfaces=(*kind.interfaces[:count], *new))
             for kind, count, new in zip(traced, known, news, strict=True)
         ]
-    if config.loss is None:
-        return traced
-    traced = [replace(kind, loss=_loss_programs(config, request, kind)) for kind in traced]
+    if config.loss is not None:
+        traced = [replace(kind, loss=_loss_programs(config, request, kind)) for kind in traced]
     return traced if request.mode == "forward" else _without_unused(config, request, traced)
 
 

@@ -119,6 +119,16 @@ def test_an_output_that_the_next_stage_drops_has_no_cotangent(engine: Any):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_an_output_that_the_next_stage_drops_has_no_cotangent_without_a_loss(engine: Any):
+    stages = [rooted, lambda p, x: x[0] * p]
+    pipe = fpipe.pipeline(stages, microbatches=2, group=fpipe.local(2), engine=engine)
+    y, pullback = fpipe.vjp(pipe, [torch.ones(3)] * 2, X)
+    (grads, dx) = pullback(torch.ones_like(y))
+    assert grads[0].isfinite().all()
+    assert dx.isfinite().all()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_an_output_that_the_next_stage_detaches_has_no_cotangent(engine: Any):
     stages = [rooted, lambda p, x: x[0] * p + x[1].detach()]
     _, (grads, dx) = step(stages, [torch.ones(3)] * 2, lambda y, t: (y - t).square().mean(), engine)
