@@ -83,14 +83,25 @@ def _parts(
 def causal_loss(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
     """The loss of transformers' causal models: each position predicts the next label, in float32.
 
-    It is a mean over the labels of a microbatch. If microbatches have different numbers of them, weight them in the
-    pipeline: ``reduction=fpipe.weighted(lambda labels: (labels[:, 1:] != -100).sum())``.
+    It is a mean over the labels of a microbatch, and 0 where all are ignored. If microbatches have different numbers of
+    labels, weight them in the pipeline: ``reduction=fpipe.weighted(lambda labels: (labels[:, 1:] != -100).sum())``.
 
     >>> float(causal_loss(torch.zeros(1, 3, 4), torch.tensor([[0, 1, -100]])))
     1.386...
     """
+    count = (labels[:, 1:] != ignore_index).sum()
+    return causal_loss_sum(logits, labels, ignore_index) / count.clamp(min=1)
+
+
+def causal_loss_sum(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
+    """As :func:`causal_loss`, summed over labels: for ``reduction="sum"``.
+
+    >>> float(causal_loss_sum(torch.zeros(1, 3, 4), torch.tensor([[0, 1, 2]])))
+    2.772...
+    """
     flat = logits[:, :-1].float().flatten(0, 1)
-    return nn.functional.cross_entropy(flat, labels[:, 1:].flatten(), ignore_index=ignore_index)
+    targets = labels[:, 1:].flatten()
+    return nn.functional.cross_entropy(flat, targets, ignore_index=ignore_index, reduction="sum")
 
 
 def side_inputs(

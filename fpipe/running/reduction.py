@@ -36,7 +36,8 @@ Reduction: TypeAlias = Literal["mean", "sum"] | Weighted
 def weighted(fn: Callable[..., Any]) -> Weighted:
     """Weight each microbatch's mean loss by ``fn(*targets)`` over the sum of all, known before the first backward.
 
-    With copies of the pipeline (``dp=``) the sum is over all copies. Keyword-only arguments are side inputs.
+    With copies of the pipeline (``dp=``) the sum is over all copies. Keyword-only arguments are side inputs. The loss
+    of a microbatch of weight 0 is not counted, also where it is NaN, as a mean over no tokens is.
 
     >>> weighted(lambda target: (target >= 0).sum()).fn(torch.tensor([1, -1]))
     tensor(1)
@@ -61,8 +62,14 @@ class Weights:
 
     def sum(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """The total of the microbatches' losses: each weighted, then added in order."""
-        weighted = [loss * self.scale(mb, loss) for mb, loss in enumerate(losses)]
+        weighted = [self._weighted(mb, loss) for mb, loss in enumerate(losses)]
         return reduce(lambda total, loss: total + loss.to(total.device), weighted)
+
+    def _weighted(self, mb: int, loss: torch.Tensor) -> torch.Tensor:
+        scale = self.scale(mb, loss)
+        if not isinstance(scale, torch.Tensor):
+            return loss * scale
+        return torch.where(scale == 0, 0, loss * scale)  # a mean over nothing is NaN
 
     def cotangent(self, mb: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The cotangent of a microbatch's loss."""

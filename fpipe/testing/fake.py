@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from ..collectives.reduce import add_up
 from ..collectives.wire import wire_format
 from ..errors import GroupError, MismatchError, PeerError, StalledError, UnsupportedError
 from ..tree import Spec
-from .faults import Delay, Drop, Fault, Kill, Refuse
+from .faults import Corrupt, Delay, Drop, Duplicate, Fault, Kill, MessageFault, Refuse
 from .world import Killed, World
 
 _CPU = torch.device("cpu")
@@ -34,11 +34,12 @@ _SPREAD = 2e-5  #: seconds within which messages arrive, at random
 
 @dataclass
 class _Message:
-    """A message under way: its packed buffers, copies of them at the time of the send, and when it arrives."""
+    """A message under way: its packed buffers, copies of them at the time of the send, what arrives, and when."""
 
     specs: tuple[Spec, ...]
     buffers: list[Tensor]
     copies: list[Tensor]
+    payload: list[Tensor]
     arrival: float
 
     def release(self, src: int, dst: int) -> None:
@@ -52,14 +53,16 @@ class _Message:
 
 @dataclass
 class _Channel:
-    """From one rank to another: the messages by number, None once received or lost, and counts of both sides."""
+    """From one rank to another: what arrives, in order, None once received or lost, and counts of both sides."""
 
-    sent: list[_Message | None] = field(default_factory=list)
+    arrivals: list[_Message | None] = field(default_factory=list)
+    sent: int = 0
     requested: int = 0
     settled: int = 0
     last_arrival: float = 0.0
 
 
+F = TypeVar("F", bound=Fault)
 #: One collective call: what each rank called it with, as (name, value).
 _Call = dict[int, tuple[str, Any]]
 
@@ -68,7 +71,7 @@ class Network:
     """The channels, collective calls and faults that the fake ranks of one world share."""
 
     def __init__(self, world: World, order: str, faults: Sequence[Fault]):
-        self.world, self.faults = world, tuple(faults)
+        self.world, self.faults, self.occurred = world, tuple(faults), set[Fault]()
         self.lockstep = order == "lockstep"
         self.channels: defaultdict[tuple[int, int], _Channel] = defaultdict(_Channel)
         self.calls: defaultdict[int, _Call] = defaultdict(dict)
@@ -78,10 +81,28 @@ class Network:
         check_channel(src, dst, len(self.world.ranks))
         return self.channels[src, dst]
 
-    def fault(self, src: int, dst: int, nth: int) -> Delay | Drop | None:
-        """The fault of a message, if any."""
-        faults = (fault for fault in self.faults if isinstance(fault, (Delay, Drop)))
-        return next((fault for fault in faults if (fault.src, fault.dst, fault.nth) == (src, dst, nth)), None)
+    def faults_of(self, src: int, dst: int, nth: int) -> list[MessageFault]:
+        """The faults of a message, which occur now."""
+        faults = (fault for fault in self.faults if isinstance(fault, MessageFault))
+        return [self.occurs(f) for f in faults if (f.src, f.dst, f.nth) == (src, dst, nth)]
+
+    def occurs(self, fault: F) -> F:
+        """Record that a fault occurred."""
+        self.occurred.add(fault)
+        return fault
+
+    def unused(self) -> str:
+        """What a test with a fault that never occurred should know; "" if all occurred."""
+        never = [fault for fault in self.faults if fault not in self.occurred]
+        if not never:
+            return ""
+        messages = [f"{src} to {dst}: {channel.sent}" for (src, dst), channel in sorted(self.channels.items())]
+        calls = [f"rank {state.rank}: {state.calls}" for state in self.world.ranks]
+        return (
+            f"{', '.join(map(str, never))} never occurred, so the test did not test it. Messages by channel were "
+            f"{', '.join(messages) or 'none'}; calls of the group were {', '.join(calls)}. Choose a message or a call "
+            "that takes place, or leave the fault out"
+        )
 
 
 class FakeGroup(Group):
@@ -107,8 +128,10 @@ class FakeGroup(Group):
         number, state.calls = state.calls, state.calls + 1
         for fault in self._network.faults:
             if isinstance(fault, Kill) and (fault.rank, fault.before) == (self.rank, number):
+                self._network.occurs(fault)
                 raise Killed(f"rank {self.rank} was killed before call {number}")
             if isinstance(fault, Refuse) and fault.operation == name and fault.rank in (None, self.rank):
+                self._network.occurs(fault)
                 raise UnsupportedError(f"{name} is refused on rank {self.rank} by a Refuse fault")
         self._world.pause(self.rank, lambda: True, f"for its turn to {name}")
 
@@ -134,17 +157,20 @@ class FakeGroup(Group):
         self._enter("send")
         specs = tuple(map(Spec.of, tensors)) if specs is None else specs
         buffers = [buffer.detach() for buffer in wire_format(specs).pack(tensors, src, dst)]
-        number = len(channel.sent)
-        fault = self._network.fault(src, dst, number)
-        if isinstance(fault, Drop):
-            channel.sent.append(None)
+        number, channel.sent = channel.sent, channel.sent + 1
+        faults = self._network.faults_of(src, dst, number)
+        if any(isinstance(fault, Drop) for fault in faults):
+            channel.arrivals.append(None)
             world.lost += 1
             return Done()
-        late = fault.seconds if fault is not None else 0.0
+        late = sum(fault.seconds for fault in faults if isinstance(fault, Delay))
         spread = 0.0 if self.strict else world.random.uniform(0, _SPREAD)
         arrival = channel.last_arrival = max(channel.last_arrival, world.clock + spread + late)
-        message = _Message(specs, buffers, [buffer.clone() for buffer in buffers], arrival)
-        channel.sent.append(message)
+        copies = [buffer.clone() for buffer in buffers]
+        message = _Message(specs, buffers, copies, _corrupted(copies, faults), arrival)
+        channel.arrivals.append(message)
+        if any(isinstance(fault, Duplicate) for fault in faults):
+            channel.arrivals.append(_Message(specs, [], [], [part.clone() for part in message.payload], arrival))
         world.arrivals.append(arrival)
         if self.strict and src != dst:
             self._until(lambda: channel.requested > number, dst, f"to send message {number} to rank {dst}")
@@ -171,7 +197,7 @@ class FakeGroup(Group):
         channel.requested += 1
 
         def arrived() -> bool:
-            message = channel.sent[number] if number < len(channel.sent) else None
+            message = channel.arrivals[number] if number < len(channel.arrivals) else None
             return message is not None and world.clock >= message.arrival
 
         def ready() -> bool:
@@ -180,10 +206,10 @@ class FakeGroup(Group):
 
         def finish() -> tuple[Tensor, ...]:
             self._until(arrived, src, f"for message {number} of rank {src}")
-            message, channel.sent[number] = channel.sent[number], None
+            message, channel.arrivals[number] = channel.arrivals[number], None
             assert message is not None
             message.release(src, dst)
-            tensors = wire_format(message.specs).unpack(message.copies, _CPU)
+            tensors = wire_format(message.specs).unpack(message.payload, _CPU)
             check_message(tensors, specs, src, dst)
             return tensors
 
@@ -193,7 +219,7 @@ class FakeGroup(Group):
         """Release the oldest sends; as a backend does, wait for receivers that have not requested them."""
         self._enter("settle")
         channel = self._network.channel(self.rank, dst)
-        for number in range(channel.settled, min(channel.settled + count, len(channel.sent))):
+        for number in range(channel.settled, min(channel.settled + count, channel.sent)):
             what = f"to let go of message {number} to rank {dst}, which has not asked for it"
             self._until(lambda number=number: channel.requested > number, dst, what)
             channel.settled += 1
@@ -205,7 +231,7 @@ class FakeGroup(Group):
             if src != self.rank:
                 continue
             self._until(lambda end=channel.last_arrival: self._world.clock >= end, dst, f"to send to rank {dst}")
-            for message in channel.sent:
+            for message in channel.arrivals:
                 if message is not None:
                     message.release(src, dst)
 
@@ -278,6 +304,22 @@ class FakeGroup(Group):
 
     def failed(self, error: BaseException) -> None:
         """The world records errors itself."""
+
+
+def _corrupted(buffers: list[Tensor], faults: Sequence[MessageFault]) -> list[Tensor]:
+    """What arrives of the buffers of a message; the buffers themselves are not changed."""
+    for fault in faults:
+        if isinstance(fault, Corrupt):
+            size = sum(buffer.nbytes for buffer in buffers)
+            if not 0 <= fault.byte < size:
+                raise GroupError(f"{fault} can never occur: the message has {size} bytes")
+            buffers = [buffer.clone() for buffer in buffers]
+            parts, byte = iter(buffers), fault.byte
+            part = next(parts)
+            while byte >= part.nbytes:
+                byte, part = byte - part.nbytes, next(parts)
+            part.view(-1).view(torch.uint8)[byte].bitwise_not_()
+    return buffers
 
 
 def _carried(tensor: Tensor, op: str) -> Tensor:

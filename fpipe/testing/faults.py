@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ..errors import GroupError
+
 
 @dataclass(frozen=True)
 class Delay:
@@ -27,6 +29,25 @@ class Drop:
 
 
 @dataclass(frozen=True)
+class Duplicate:
+    """The ``nth`` message of a channel arrives twice, so later ones are received one place late."""
+
+    src: int
+    dst: int
+    nth: int
+
+
+@dataclass(frozen=True)
+class Corrupt:
+    """The ``nth`` message of a channel arrives with the bits of one byte inverted."""
+
+    src: int
+    dst: int
+    nth: int
+    byte: int = 0
+
+
+@dataclass(frozen=True)
 class Kill:
     """A rank ends before its ``before``-th call of the group (from 0), without an error report."""
 
@@ -42,4 +63,31 @@ class Refuse:
     rank: int | None = None
 
 
-Fault: TypeAlias = Delay | Drop | Kill | Refuse
+#: What fails for one message.
+MessageFault: TypeAlias = Delay | Drop | Duplicate | Corrupt
+Fault: TypeAlias = MessageFault | Kill | Refuse
+
+#: What a rank can be refused: the calls of a group.
+OPERATIONS = (
+    "send", "recv", "settle", "flush", "share", "gather_objects", "all_reduce", "start_reduce", "start_gather",
+    "barrier",
+)  # fmt: skip
+
+
+def check_fault(fault: Fault, ranks: int) -> None:
+    """Refuse a fault that can never occur in a world of this many ranks.
+
+    >>> check_fault(Drop(0, 1, 0), 2)
+    """
+    if isinstance(fault, Kill):
+        named, numbers = [fault.rank], [fault.before]
+    elif isinstance(fault, Refuse):
+        if fault.operation not in OPERATIONS:
+            raise GroupError(f"{fault}: there is no such operation; the operations are {', '.join(OPERATIONS)}")
+        named, numbers = [] if fault.rank is None else [fault.rank], []
+    else:
+        named, numbers = [fault.src, fault.dst], [fault.nth]
+    if not all(0 <= rank < ranks for rank in named):
+        raise GroupError(f"{fault} can never occur: the ranks are 0 to {ranks - 1}")
+    if any(number < 0 for number in numbers):
+        raise GroupError(f"{fault} can never occur: messages and calls are counted from 0")

@@ -11,7 +11,7 @@ from typing import Any
 from ..collectives.local import check_ranks
 from ..errors import GroupError, LaunchError, PeerError, StalledError
 from .fake import FakeGroup, Network
-from .faults import Fault
+from .faults import Fault, check_fault
 from .world import Killed, RankState, World
 
 _ORDERS = ("buffered", "lockstep")
@@ -35,8 +35,8 @@ def run(
     """Run ``fn(group)`` on fake ranks in this process; the results by rank.
 
     One rank runs at a time, and the next one is drawn from ``seed``: the same seed gives the same run. The first error
-    of a rank is raised. ``order="lockstep"`` makes every send block until its receive is posted. ``timeout`` is in
-    seconds of a simulated clock, which take no time.
+    of a rank is raised, and a GroupError where one of the ``faults`` did not occur. ``order="lockstep"`` makes every
+    send block until its receive is posted. ``timeout`` is in seconds of a simulated clock, which take no time.
 
     >>> def ring(group):
     ...     import torch; from fpipe.tree import Spec
@@ -70,6 +70,9 @@ def outcomes(
 ) -> list[Outcome]:  # fmt: skip
     """As :func:`run`, but every rank runs to its end; how each ended, by rank.
 
+    Raises:
+        GroupError: if one of the faults can never occur, or did not.
+
     >>> from fpipe.testing import Kill
     >>> [type(outcome.error).__name__ for outcome in outcomes(lambda group: group.barrier(), 2, faults=[Kill(1, 0)])]
     ['PeerError', 'NoneType']
@@ -77,10 +80,17 @@ def outcomes(
     check_ranks("ranks", ranks)
     if order not in _ORDERS:
         raise GroupError(f"order={order!r}; the orders are {' and '.join(_ORDERS)}")
+    for fault in faults:
+        check_fault(fault, ranks)
     world = World(ranks, seed, timeout)
     network = Network(world, order, faults)
     world.play([partial(fn, FakeGroup(network, rank)) for rank in range(ranks)])
-    return [_outcome(state) for state in world.ranks]
+    ends = [_outcome(state) for state in world.ranks]
+    unused = network.unused()
+    if unused:
+        errors = sorted((end for end in ends if end.error is not None), key=_cause_first)
+        raise GroupError(unused) from (errors[0].error if errors else None)
+    return ends
 
 
 def _outcome(state: RankState) -> Outcome:

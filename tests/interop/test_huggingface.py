@@ -137,6 +137,38 @@ def test_a_heavy_head_gets_fewer_layers():
     assert [stage.name for stage in stages] == [f"LlamaForCausalLM[{span}]" for span in ("0:2", "2:5", "5:6")]
 
 
+# ---- losses ---------------------------------------------------------------------------------------------------------
+def mean_over_labels(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """NaN without labels."""
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("loss", [huggingface.causal_loss, mean_over_labels])
+def test_a_microbatch_without_tokens_counts_nothing(loss: Any):
+    logits = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0))
+    targets = torch.randint(0, 7, (2, 5), generator=torch.Generator().manual_seed(1))
+    pipe = fpipe.pipeline(
+        [lambda p, x: x * p], loss=loss, microbatches=2, group=fpipe.local(1),
+        reduction=fpipe.weighted(lambda target: (target[:, 1:] != -100).sum()),
+    )  # fmt: skip
+    value, grads = fpipe.value_and_grad(pipe)(
+        [torch.ones(7)], torch.cat([logits, logits]), torch.cat([targets, torch.full((2, 5), -100)])
+    )
+    alone = fpipe.pipeline([lambda p, x: x * p], loss=loss, microbatches=1, group=fpipe.local(1))
+    other, expected = fpipe.value_and_grad(alone)([torch.ones(7)], logits, targets)
+    torch.testing.assert_close(value, other)
+    torch.testing.assert_close(grads[0], expected[0])
+
+
+def test_the_sum_over_labels():
+    logits, labels = torch.randn(2, 5, 7), torch.randint(0, 7, (2, 5))
+    labels[0, 3:] = -100
+    count = (labels[:, 1:] != -100).sum()
+    assert torch.equal(huggingface.causal_loss_sum(logits, labels) / count, mean_over_labels(logits, labels))
+    assert torch.equal(huggingface.causal_loss(logits, labels), mean_over_labels(logits, labels))
+    assert float(huggingface.causal_loss_sum(logits, torch.full((2, 5), -100))) == 0
+
+
 # ---- experts --------------------------------------------------------------------------------------------------------
 def test_router_loss_is_over_all_layers():
     """The product of two sums over all layers: a sum of losses per stage cannot express it."""

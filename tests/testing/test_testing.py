@@ -10,7 +10,8 @@ import torch
 from fpipe.collectives.group import Group
 from fpipe.collectives.local import LocalGroup, local
 from fpipe.errors import DeadlockError, GroupError, MismatchError, PeerError, StalledError, UnsupportedError
-from fpipe.testing import CASES, Delay, Drop, Kill, Refuse, conform, outcomes, run
+from fpipe.testing import CASES, Corrupt, Delay, Drop, Duplicate, Kill, Refuse, conform, outcomes, run
+from fpipe.testing.faults import OPERATIONS, Fault
 from fpipe.tree import Spec
 
 ONE = (Spec((2,), (1,), torch.float32),)
@@ -224,7 +225,63 @@ def test_a_killed_rank_is_noticed(call: int):
 def test_a_refused_operation():
     with pytest.raises(UnsupportedError, match="recv is refused on rank 1 by a Refuse fault"):
         run(pair, 2, faults=[Refuse("recv", rank=1)])
-    assert run(pair, 2, faults=[Refuse("recv", rank=0)])[1] == 210
+    with pytest.raises(GroupError, match="never occurred"):  # on another rank
+        run(pair, 2, faults=[Refuse("recv", rank=0)])
+
+
+def test_a_duplicated_message():
+    for order in ("buffered", "lockstep"):
+        assert run(pair, 2, order=order, faults=[Duplicate(0, 1, 1)])[1] == 0 + 10 + 100
+        assert run(pair, 2, order=order, faults=[Duplicate(0, 1, 0), Duplicate(0, 1, 1)])[1] == 0 + 0 + 100
+
+
+def test_a_corrupted_message():
+    def send(group: Group) -> list[float]:
+        if group.here[0] == 0:
+            sent = torch.tensor([1.0, 2.0])
+            group.send((sent,), 0, 1).wait()
+            return sent.tolist()
+        return group.recv(ONE, 0, 1).wait()[0].tolist()
+
+    assert run(send, 2, faults=[Corrupt(0, 1, 0, byte=7)]) == [[1.0, 2.0], [1.0, -0.5]]
+    with pytest.raises(GroupError, match="the message has 8 bytes"):
+        run(send, 2, faults=[Corrupt(0, 1, 0, byte=8)])
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (Drop(0, 1, 10_000), r"nth=10000\) never occurred.*by channel were 0 to 1: 3; calls .* rank 0: 3, rank 1: 3"),
+        (Delay(1, 0, 0, seconds=1), "never occurred"),
+        (Duplicate(0, 1, 3), "never occurred"),
+        (Corrupt(0, 1, 3), "never occurred"),
+        (Kill(1, before=99), "never occurred"),
+        (Refuse("barrier"), "never occurred"),
+        (Refuse("nonsense"), "no such operation; the operations are send, recv"),
+        (Drop(0, 2, 0), "the ranks are 0 to 1"),
+        (Kill(2, 0), "the ranks are 0 to 1"),
+        (Drop(0, 1, -1), "counted from 0"),
+    ],
+)
+def test_a_fault_that_never_occurs_fails_the_test(fault: Fault, message: str):
+    for play in (run, outcomes):
+        with pytest.raises(GroupError, match=message):
+            play(pair, 2, faults=[fault])
+
+
+def test_a_fault_that_an_error_prevented_is_reported_with_the_error():
+    with pytest.raises(GroupError, match="never occurred") as raised:
+        run(pair, 2, faults=[Kill(0, before=0), Drop(0, 1, 2)])
+    assert isinstance(raised.value.__cause__, PeerError)
+
+
+def test_every_call_of_a_group_can_be_refused():
+    def everything(group: Group) -> None:
+        conform(group)
+
+    for operation in OPERATIONS:
+        with pytest.raises(UnsupportedError, match=f"{operation} is refused"):
+            run(everything, 2, faults=[Refuse(operation)])
 
 
 @pytest.mark.parametrize(
