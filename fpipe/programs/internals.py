@@ -14,9 +14,6 @@ import torch
 from torch import fx
 from torch.autograd.graph import Node
 
-from .. import tree
-from ..tree import Tree
-
 Op: TypeAlias = torch._ops.OpOverload
 
 _NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
@@ -105,13 +102,13 @@ def wrapped(*tensors: torch.Tensor) -> bool:
     >>> wrapped(torch.ones(1)), torch.vmap(lambda x: x * wrapped(x))(torch.ones(1)).item()
     (False, 1.0)
     """
-    return torch._C._are_functorch_transforms_active() and any(map(_IS_WRAPPED, tensors))
+    return transforming() and any(map(_IS_WRAPPED, tensors))
 
 
-def functional(arguments: Tree) -> bool:
-    """Whether a torch.func transform works on a leaf of these.
+def transforming() -> bool:
+    """Whether a torch.func transform is active.
 
-    >>> functional({"x": [torch.ones(1), "text"]})
-    False
+    >>> transforming(), torch.vmap(lambda x: x * transforming())(torch.ones(1)).item()
+    (False, 1.0)
     """
-    return torch._C._are_functorch_transforms_active() and wrapped(*filter(tree.is_tensor, tree.leaves(arguments)))
+    return torch._C._are_functorch_transforms_active()

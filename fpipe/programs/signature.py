@@ -7,6 +7,7 @@ The results are known from a run on fake tensors. Nothing here knows graphs, sch
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from ..tree import AbstractTree, Aval, Tree
 from . import fake
 from .purity import pure_on_fakes
 
+_RUNS: ContextVar[str | None] = ContextVar("RUNS", default=None)
 #: What leaves of an output may be, beside tensors.
 _PLAIN = (int, float, bool, str, bytes, complex, torch.dtype, torch.device)
 
@@ -153,13 +155,22 @@ def entering(x: AbstractTree, leaves: Sequence[Any]) -> list[Any]:
     return [alias(leaf) if i in x.wanted and leaf.requires_grad else leaf for i, leaf in enumerate(leaves)]
 
 
+def stage_that_runs() -> str | None:
+    """The label of the stage, or of the loss, whose function calls this; None outside of stages."""
+    return _RUNS.get()
+
+
 def call(stage: Stage, signature: Signature, groups: Sequence[Sequence[Any]], copies: bool) -> Result:
     """Call the stage function on flat leaves."""
     p, x, side, state = (tree.unflatten(a.spec, leaves) for a, leaves in zip(signature, groups, strict=True))
-    with torch.enable_grad():
-        if copies:
-            x = tree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, x)
-        out = stage.fn(p, state, x, **side) if stage.state else stage.fn(p, x, **side)
+    token = _RUNS.set(stage.label)
+    try:
+        with torch.enable_grad():
+            if copies:
+                x = tree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, x)
+            out = stage.fn(p, state, x, **side) if stage.state else stage.fn(p, x, **side)
+    finally:
+        _RUNS.reset(token)
     extras = int(stage.aux_loss) + int(stage.state)
     if not extras:
         return Result(out, None, None)

@@ -17,7 +17,8 @@ from ..errors import BatchError, StageError
 from ..plans.sharding import Shares
 from ..programs.autocast import without_autocast
 from ..programs.eager.autograd_split import retaining
-from ..programs.internals import versions
+from ..programs.internals import transforming, versions
+from ..programs.signature import stage_that_runs
 from ..tree import Tree
 from .arguments import Call
 from .config import Config
@@ -139,6 +140,7 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback]:
             raise StageError(
                 "this pullback was called before and what it needs is freed; call it with retain=True to keep it"
             )
+        _refuse_surrounded()
         rows = cotangents(call, [plans.prepared.output(mb) for mb in range(call.number)], dy)
         if _versions(plans, kept[0]) != before:
             raise StageError(
@@ -164,9 +166,25 @@ def joined(parts: Sequence[Tree] | None, whole: bool) -> Tree:
     return None if parts is None else merge(parts) if whole else Microbatches(parts)
 
 
+def surrounded() -> bool:
+    """Whether the caller is a stage, a loss or a torch.func transform, which differentiates a call as a function."""
+    return transforming() or stage_that_runs() is not None
+
+
+def _refuse_surrounded() -> None:
+    if surrounded():
+        stage = stage_that_runs()
+        where = "a torch.func transform" if stage is None else f"stage {stage}"
+        raise StageError(
+            f"a plan cannot run inside {where}, which would not see its gradients; call the pipeline, fpipe.grad or "
+            "fpipe.value_and_grad there, or torch.func's transforms of them"
+        )
+
+
 # ---- running --------------------------------------------------------------------------------------------------------
 def _ready(call: Call, cache: Cache) -> tuple[CachedPlans, Weights | None]:
     """The plans of a call, and then its weights, over which copies of the pipeline communicate."""
+    _refuse_surrounded()
     plans, weights = cache.plans_for(call), call.weights()
     if plans.misplaced is not None:
         raise BatchError(plans.misplaced)

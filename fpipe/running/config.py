@@ -6,7 +6,7 @@ A variant of a pipeline has a ``dataclasses.replace`` of it. Knows stages, sched
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from os import PathLike
@@ -166,3 +166,19 @@ def ties(stages: Sequence[Stage], tied: Sequence[Sequence[str]]) -> tuple[tuple[
         for leaf, group in stage.ties:
             carried.setdefault(group, []).append(f"{index}.{leaf}")
     return (*map(tuple, tied), *(tuple(group) for group in carried.values() if len(group) > 1))
+
+
+def tied_leaves(names: Sequence[str], paths: Sequence[Sequence[str]]) -> Iterator[tuple[int, int]]:
+    """Names such as ``"0.wte"`` as stages and indices of leaves; ``paths`` are those of the leaves of each stage.
+
+    >>> list(tied_leaves(("0.wte", "1"), [("norm", "wte"), ("",)]))
+    [(0, 1), (1, 0)]
+    """
+    for name in names:
+        head, _, rest = name.partition(".")
+        stage = int(head)
+        if rest not in paths[stage]:
+            raise StageError(
+                f"tied={names!r} names {name!r}, but stage {stage} has no such leaf; it has {', '.join(paths[stage])}"
+            )
+        yield stage, list(paths[stage]).index(rest)

@@ -177,7 +177,7 @@ def _drawing(run: RunFn, ins: Instruction, options: Options) -> Callable[[Regist
     def draw(r: Registers, box: list[Any]) -> Sequence[Any]:
         if r.seed is None:
             return drawn(run, box, device, None)[0]
-        out, state = drawn(run, box, device, r.streams.pop(where) if resumes else _seed(r.seed, *where), leaves)
+        out, state = drawn(run, box, device, r.streams.pop(where) if resumes else seed_of(r.seed, *where), leaves)
         if state is not None:
             r.streams[where] = state
         return out
@@ -185,7 +185,7 @@ def _drawing(run: RunFn, ins: Instruction, options: Options) -> Callable[[Regist
     return draw
 
 
-def _seed(seed: int, stage: int, mb: int, letter: str) -> int:
+def seed_of(seed: int, stage: int, mb: int, letter: str) -> int:
     """The seed of one run of a program, as the documentation of ``seed=`` states it."""
     text = f"{seed}/{stage}/{mb}/{letter}".encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1

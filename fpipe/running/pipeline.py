@@ -21,7 +21,6 @@ from ..plans.plan import Plan
 from ..plans.sharding import Copies, Shares
 from ..plans.weaving.segments import microseconds
 from ..plans.weaving.weave import Overlap
-from ..programs.internals import functional
 from ..schedule import Schedule
 from ..schedules.costs import Costs
 from ..stage import Engine, Stage, as_stage, with_defaults, without_unsafe_compilers
@@ -133,7 +132,7 @@ class Pipeline:
         other ranks, unless ``outputs="everywhere"``), and the outputs are freed.
         """
         call = self.call("forward", params, x, targets, side, seed=seed, has_aux=has_aux, each=each)
-        return nested.forward(call) if functional((params, x, targets, side)) else calls.forward(call, self.cache)
+        return nested.forward(call) if calls.surrounded() else calls.forward(call, self.cache)
 
     def plan(self, params: Sequence[Tree], x: Tree, *targets: Tree, **side: Tree) -> Plans:
         """What each rank of this process will run for these arguments, and its peak memory; print it."""
@@ -261,7 +260,7 @@ def value_and_grad(pipe: Pipeline, argnums: int | tuple[int, ...] = 0, *, has_au
         call = pipe.call(
             "grad", params, x, targets, side, seed=seed, wanted=wanted, has_aux=has_aux, loss_scale=loss_scale
         )
-        if functional((params, x, targets, side)):
+        if calls.surrounded():
             value, grads = nested.value_and_grad(call, x)
         else:
             value, grads = calls.value_and_grad(call, pipe.cache, _value)

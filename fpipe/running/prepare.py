@@ -7,7 +7,7 @@ exchange the interfaces of stages between processes. Knows no values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -26,7 +26,7 @@ from ..programs.tracing import Signature, programs_of
 from ..schedule import Schedule
 from ..stage import Stage
 from ..tree import AbstractTree, Aval, Spec
-from .config import Config
+from .config import Config, tied_leaves
 from .debugging import check
 from .handshake import agree, tag_of, together
 from .loop import Executable, Options, bind
@@ -315,7 +315,8 @@ def _ties(
     spec = lambda leaf: spec_of(sum_of(leaf, config.accumulate))
     ranks_of = request.schedule.placement.ranks_of
     specs = {key: spec(leaf) for key, leaf in avals.items() if leaf.grad and len(ranks_of(key[0])) > 1}
-    groups = tuple(tuple(_tied_leaves(names, interfaces)) for names in config.tied)
+    paths = [interface.leaves for interface in interfaces]
+    groups = tuple(tuple(tied_leaves(names, paths)) for names in config.tied)
     for group in groups:
         known = {key: avals[key] for key in group if key in avals}
         shapes: dict[str, str] = {}
@@ -327,16 +328,3 @@ def _ties(
         for leaf in known.values():
             specs |= dict.fromkeys(group, spec(leaf))
     return groups, specs
-
-
-def _tied_leaves(names: Sequence[str], interfaces: Sequence[Interface]) -> Iterator[tuple[int, int]]:
-    """Names such as ``"0.wte"`` as stages and leaves."""
-    for name in names:
-        head, _, rest = name.partition(".")
-        stage = int(head)
-        leaves = interfaces[stage].leaves
-        if rest not in leaves:
-            raise StageError(
-                f"tied={names!r} names {name!r}, but stage {stage} has no such leaf; it has {', '.join(leaves)}"
-            )
-        yield stage, leaves.index(rest)

@@ -1,77 +1,146 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline inside a torch.func transform, as meta-gradients through an inner step need it.
+"""A pipeline inside a torch.func transform, as meta-gradients through an inner step need it, or inside a stage or loss.
 
 No plan runs there: the value is computed by the stages' functions, one microbatch after another, and the gradient by
-torch.func, so that the transform around it can differentiate it again. Knows calls; no plan and no register.
+torch.func, so that what is around it can differentiate it again. Knows calls; no plan and no register.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
 
 import torch
 
 from ... import tree
+from ...devices import drawn
 from ...errors import StageError
+from ...programs.signature import stage_that_runs
 from ...tree import Tree
 from ..arguments import Call
 from ..calls import joined
+from ..config import Config, tied_leaves
+from ..loop import seed_of
 from ..microbatches import Microbatches, Parts
 from .variants import Chosen
 
 
 def forward(call: Call) -> Tree:
     """The value of a call."""
-    config = call.config
-    if not config.local:
-        raise StageError("torch.func transforms of a pipeline need a local group; use fpipe.grad across processes")
-    if config.copies is not None:
-        raise StageError("torch.func transforms of a pipeline with dp= are not defined; use fpipe.grad")
-    if config.stateful:
-        raise StageError("torch.func transforms of a pipeline with state are not defined; use fpipe.value_and_grad")
-    outputs: list[Tree] = []
-    losses: list[torch.Tensor] = []
-    auxes: list[Tree] = []
-    for m in range(call.number):
-        y, extra = call.x.tree(m), None
-        for s, stage in enumerate(config.functions):
-            y = stage.fn(call.params[s], y, **call.side_inputs(s, m))
-            if stage.aux_loss:
-                y, more = y
-                extra = more if extra is None else extra + more
-        if config.loss is None:
-            outputs.append(y if call.each is None else call.each(m, y))
-            continue
-        loss = config.loss(y, *(t.tree(m) for t in call.targets), **call.side_inputs(config.stages, m))
-        if call.has_aux:
-            loss, more = loss
-            auxes.append(more)
-        losses.append(loss if extra is None else loss + extra)
-    if config.loss is None:
-        return joined(outputs, call.x.uniform) if call.each is None else outputs
-    weights = call.weights()
-    assert weights is not None
-    total = weights.sum(losses)
-    return (total, auxes) if call.has_aux else total
+    if call.config.tied:
+        raise StageError(
+            "tied= is not defined where a pipeline is differentiated as a function, by a torch.func transform or by a "
+            "stage around it: pass one tensor in all places and leave tied= out, or use fpipe.value_and_grad there"
+        )
+    return _value(call, _wide(call), call.x)
 
 
 def value_and_grad(call: Call, x: Tree) -> tuple[Tree, tuple[Tree, ...]]:
     """The value, and gradients in the order of ``call.wanted``; ``x`` is the batch as it was passed."""
     parts = list(x) if isinstance(x, Microbatches) else x
-    leaves = tree.leaves((call.params, parts))
-    trained = [0 in call.wanted and flag for s, part in enumerate(call.params) for flag in call.config.trained(s, part)]
+    wide = _wide(call)
+    leaves = tree.leaves((wide, parts))
+    trained = [0 in call.wanted and flag for s, part in enumerate(wide) for flag in call.config.trained(s, part)]
     flags = trained + [1 in call.wanted] * (len(leaves) - len(trained))
     live = [flag and tree.is_floating(leaf) for leaf, flag in zip(leaves, flags, strict=True)]
-    chosen = Chosen((call.params, parts), live)
+    chosen = Chosen((wide, parts), live)
 
     def value(*tensors: torch.Tensor) -> Tree:
         params, batch = chosen.around(tensors)
         batch = Microbatches(batch) if isinstance(x, Microbatches) else batch
-        return forward(replace(call, params=params, x=Parts(batch, call.number, "x")))
+        return _value(call, params, Parts(batch, call.number, "x"))
 
     where = tuple(range(len(chosen.leaves)))
     grads, out = torch.func.grad_and_value(value, where, has_aux=call.has_aux)(*chosen.leaves)
     scaled = grads if call.loss_scale is None else [grad * call.loss_scale for grad in grads]
     dp, dx = chosen.around(scaled, None)
     dx = Microbatches(dx) if isinstance(x, Microbatches) else dx
+    dp = _tied(call.config, wide, dp) if call.config.tied and 0 in call.wanted else dp
     return out, tuple((dp, dx)[n] for n in call.wanted)
+
+
+def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
+    """The value of a call with other parameters, in the dtype of accumulation, and another batch."""
+    config, run = call.config, _runner(call)
+    outputs: list[Tree] = []
+    losses: list[torch.Tensor] = []
+    auxes: list[Tree] = []
+    for m in range(call.number):
+        y, extra = x.tree(m), None
+        for s, stage in enumerate(config.functions):
+            y = run(stage, s, m, _like(wide[s], call.params[s]), y)
+            if stage.aux_loss:
+                y, more = y
+                extra = more if extra is None else extra + more
+        if config.loss is None:
+            outputs.append(y if call.each is None else call.each(m, y))
+            continue
+        loss = run(config.loss, config.stages, m, y, *(t.tree(m) for t in call.targets))
+        if call.has_aux:
+            loss, more = loss
+            auxes.append(more)
+        losses.append(loss if extra is None else loss + extra)
+    if config.loss is None:
+        return joined(outputs, x.uniform) if call.each is None else outputs
+    weights = call.weights()
+    assert weights is not None
+    total = weights.sum(losses)
+    return (total, auxes) if call.has_aux else total
+
+
+# ---- options --------------------------------------------------------------------------------------------------------
+def _runner(call: Call) -> Callable[..., Any]:
+    """What calls the function of a stage, or of the loss, for a microbatch; refuses what is not defined here."""
+    config, stage = call.config, stage_that_runs()
+    where = "torch.func transforms of a pipeline" if stage is None else f"a pipeline inside stage {stage}"
+    if not config.local:
+        raise StageError(f"{where} need a local group; use fpipe.grad across processes")
+    if config.copies is not None:
+        raise StageError(f"{where} with dp= are not defined; use fpipe.grad")
+    if config.stateful:
+        raise StageError(f"{where} with state are not defined; use fpipe.value_and_grad")
+    if stage is not None and call.seed is not None:
+        raise StageError(
+            f"seed= is not defined for {where}, whose draws are those of that stage; leave it out there, and give it "
+            "to the pipeline around it"
+        )
+
+    def run(fn: Callable[..., Any], index: int, mb: int, *args: Tree) -> Any:
+        device = config.group.device(config.placement.rank_of(min(index, config.stages - 1)))
+        start = None if call.seed is None else seed_of(call.seed, index, mb, "F")
+        return drawn(lambda _: fn(*args, **call.side_inputs(index, mb)), [], device, start)[0]
+
+    return run
+
+
+def _wide(call: Call) -> Sequence[Tree]:
+    """The parameters in the dtype in which gradients are accumulated."""
+    dtype = call.config.accumulate
+    if dtype is None:
+        return call.params
+    wide = [tree.tree_map(lambda leaf: leaf.to(dtype) if _is_real(leaf) else leaf, p) for p in call.params]
+    return tuple(wide) if isinstance(call.params, tuple) else wide
+
+
+def _like(wide: Tree, params: Tree) -> Tree:
+    """Parameters in their own dtypes again, for one microbatch."""
+    leaves, spec = tree.flatten(params)
+    pairs = zip(tree.leaves(wide), leaves, strict=True)
+    return tree.unflatten(spec, [w.to(leaf.dtype) if _is_real(leaf) else w for w, leaf in pairs])
+
+
+def _is_real(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
+def _tied(config: Config, params: Sequence[Tree], grads: Sequence[Tree]) -> Sequence[Tree]:
+    """The gradients of the parameters, those of tied leaves added up."""
+    flat = [(spec.flatten_up_to(grad), spec) for (_, spec), grad in zip(map(tree.flatten, params), grads, strict=True)]
+    for names in config.tied:
+        places = list(tied_leaves(names, [tree.names(p) for p in params]))
+        known: list[Any] = [flat[stage][0][leaf] for stage, leaf in places if flat[stage][0][leaf] is not None]
+        for stage, leaf in places if known else ():
+            flat[stage][0][leaf] = reduce(torch.add, known)
+    summed = [tree.unflatten(spec, leaves) for leaves, spec in flat]
+    return tuple(summed) if isinstance(grads, tuple) else summed

@@ -1,7 +1,9 @@
 # ruff: noqa: PT017
-"""Pipelines inside other functions: a transform of torch.func, a stage, a loss, ``each=``."""
+"""Pipelines inside other functions: a transform of torch.func, a stage, a loss."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -121,7 +123,7 @@ def test_accumulate_counts_inside_torch_func():
 
 
 @pytest.mark.parametrize("engine", ["trace", "eager"])
-def test_a_stage_over_a_tensor_of_torch_func_says_what_to_do(engine: str):
+def test_a_stage_over_a_tensor_of_torch_func_says_what_to_do(engine: Any):
     params = parameters()
 
     def outer(scale: Tensor) -> Tensor:
@@ -139,3 +141,62 @@ def test_a_stage_over_a_tensor_of_torch_func_says_what_to_do(engine: str):
     scale = torch.tensor(2.0, requires_grad=True)
     squared(layer(params[1], layer(params[0], X)) * scale, Y).backward()
     torch.testing.assert_close(found, scale.grad)
+
+
+@pytest.mark.parametrize("engine", ["trace", "eager"])
+def test_an_inner_step_inside_a_stage(engine: Any):
+    """The gradient of an inner pipeline is differentiated again, with ties and a dtype of accumulation."""
+    inner = fpipe.pipeline(
+        [layer, layer], loss=squared, microbatches=2, group=fpipe.local(2), tied=[("0", "1")], accumulate=torch.float64
+    )
+    params = parameters()[:1]
+
+    def adapted(p: Tensor, x: Tensor) -> Tensor:
+        grads = fpipe.grad(inner)([p, p.clone()], x, Y)
+        assert grads[0].dtype == torch.float64
+        return layer(p - 0.1 * grads[0].float(), x)
+
+    pipe = fpipe.pipeline([adapted], loss=squared, microbatches=1, group=fpipe.local(1), engine=engine)
+    value, grads = fpipe.value_and_grad(pipe)(params, X, Y)
+
+    def plain(p: Tensor) -> Tensor:
+        def loss(p: Tensor) -> Tensor:
+            parts = zip(X.split(2), Y.split(2), strict=True)
+            return sum(squared(layer(p, layer(p, x)), y) / 2 for x, y in parts)  # type: ignore[return-value]
+
+        return squared(layer(p - 0.1 * torch.func.grad(loss)(p), X), Y)
+
+    grad, expected = torch.func.grad_and_value(plain)(params[0])
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(grads[0], grad)
+
+
+def test_a_seed_inside_a_stage_is_refused():
+    inner = fpipe.pipeline([layer], microbatches=1, group=fpipe.local(1), seed=1)
+    pipe = fpipe.pipeline([lambda p, x: inner([p], x)], microbatches=1, group=fpipe.local(1))
+    with pytest.raises(fpipe.StageError, match=r"seed= is not defined for a pipeline inside stage .*lambda"):
+        pipe(parameters(1), X)
+
+
+def test_a_vjp_inside_a_transform_or_a_stage_is_refused():
+    inner = fpipe.pipeline([layer], microbatches=1, group=fpipe.local(1))
+
+    def outer(p: Tensor, x: Tensor) -> Tensor:
+        return fpipe.vjp(inner, [p], x)[0]
+
+    with pytest.raises(fpipe.StageError, match=r"cannot run inside a torch\.func transform"):
+        torch.func.grad(lambda p: outer(p, X).sum())(parameters(1)[0])
+    pipe = fpipe.pipeline([outer], microbatches=1, group=fpipe.local(1))
+    with pytest.raises(fpipe.StageError, match=r"cannot run inside stage .*outer"):
+        pipe(parameters(1), X)
+    _, pullback = fpipe.vjp(inner, parameters(1), X)
+    with pytest.raises(fpipe.StageError, match=r"cannot run inside a torch\.func transform"):
+        torch.func.grad(lambda dy: pullback(dy)[1].sum())(X)
+
+
+def test_the_first_call_inside_a_transform():
+    """A stage that no call has traced before could not be traced there."""
+    pipe = fpipe.pipeline([lambda p, x: torch.tanh(x @ p)], loss=squared, microbatches=1, group=fpipe.local(1))
+    params = parameters(1)
+    inside = torch.vmap(lambda scale: scale * fpipe.value_and_grad(pipe)(params, X, Y)[0])(torch.ones(2))
+    torch.testing.assert_close(inside, pipe(params, X, Y).expand(2))
