@@ -10,7 +10,7 @@
     ├── WeaveError           a hand-written weave that breaks one of its programs
     ├── TransformError       a gradient transform whose arguments or trees do not fit
     └── GroupError           the processes or their devices
-        ├── MismatchError    ranks that disagree about plan, shapes or versions
+        ├── MismatchError    ranks that disagree about a call: its plan, shapes, functions or options, or versions
         ├── PeerError        a peer that died or raised
         ├── StalledError     a peer that was waited for longer than the time-out
         ├── DeadlockError    every rank of a local group waits
@@ -73,7 +73,7 @@ class GroupError(FpipeError, RuntimeError):
 
 
 class MismatchError(GroupError):
-    """Ranks disagree about the plan, the shapes or the versions; raised before anything is sent."""
+    """Ranks disagree about a call: its plan, shapes, functions or options, or the versions. All ranks raise it."""
 
 
 class PeerError(GroupError):

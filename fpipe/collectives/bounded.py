@@ -36,16 +36,16 @@ class StoreLostError(RuntimeError):
     """The store did not answer in time, or its process is gone."""
 
 
-def of_group(pg: dist.ProcessGroup, purpose: str, seconds: float) -> BoundedStore:
+def of_group(pg: dist.ProcessGroup, purpose: str, seconds: float) -> tuple[BoundedStore, int]:
     """A prefix of the default store: the same for all ranks of a process group, different for every other group.
 
-    It contains how often this rank asked for a group of these ranks. The store holds that count, so it is right also
-    for a process that was restarted while the store kept running.
+    It contains how often this rank asked for a group of these ranks, which is returned too. The store holds that count,
+    so it is right also for a process that was restarted while the store kept running.
     """
     store = default_store()
     name = f"fpipe/{purpose}/{'-'.join(map(str, dist.get_process_group_ranks(pg)))}"
     nth = BoundedStore(store, seconds).add(f"{name}/{pg.rank()}", 1)
-    return BoundedStore(prefixed(f"{name}/{nth}", store), seconds)
+    return BoundedStore(prefixed(f"{name}/{nth}", store), seconds), nth
 
 
 class BoundedStore:

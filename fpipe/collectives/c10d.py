@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Group`` over a process group of torch.distributed: one rank per process, any backend of the capability table.
 
-The n-th message of a channel is its n-th receive, so tags are not used. Where a backend needs one order for both
+The n-th message of a channel in a call is its n-th receive. Where the backend has tags, the tag of a message is the
+header of its call, so messages of different calls never meet. Where a backend needs one order for both
 directions of a pair, each direction has a process group. Sends keep their buffers until they are settled: the plan
 derives from what it receives which of its sends were received. No send waits before that, since a limit on the number
 of sends under way could deadlock two ranks. This module must not know schedules.
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,14 +24,16 @@ from ..devices import kind
 from ..errors import GroupError
 from ..tree import Spec
 from .adapt import reduction, sending
+from .agreement import Agreement, Reduced
 from .bounded import of_group
 from .capabilities import Capabilities
 from .faults import FaultMonitor
-from .group import Group, Pending, Receiver, Sender, Work
+from .group import Facts, Group, Pending, Receiver, Sender, Work
 from .local import LocalGroup
 from .reduce import Started, start_gather, start_reduce
 from .rendezvous import Rendezvous
 from .shared_memory.transport import SWITCH, connect
+from .waiting import Waiter
 from .wire import wire_format
 
 _CPU = torch.device("cpu")
@@ -65,9 +68,10 @@ class C10dGroup(Group):
         self._device = device
         #: The process group of messages to lower ranks.
         self._back = pg if self.can.habit("crossed") or self.size == 1 else _twin(pg)
-        store = of_group(pg, purpose, timeout)
+        store, nth = of_group(pg, purpose, timeout)
         self._monitor = FaultMonitor(store, self.rank, self.size, timeout)
-        self._rendezvous = Rendezvous(store, self._monitor)
+        self._agreement = Agreement(store, self._monitor, dist.get_process_group_ranks(pg), nth)
+        self._rendezvous = Rendezvous(store, self._monitor, self._agreement.check)
         self._sent: list[deque[Pending]] = [deque() for _ in range(self.size)]
         self._unposted: list[deque[Callable[[], None]]] = [deque() for _ in range(self.size)]
         self._self = LocalGroup((device,))
@@ -77,8 +81,14 @@ class C10dGroup(Group):
         # A backend that works on streams is waited for by the stream: a time-out would block this thread instead.
         self._blocking = device.type in ("cpu", "meta") or method.staged
         shares = device.type == "cpu" and self.size > 1 and self.can.backend == "gloo"
-        self._memory = connect(self._monitor, self._rendezvous.gather) if shares else None
+        self._memory = connect(self._monitor, self._agreement, self._rendezvous.gather) if shares else None
         self.at_once = self._memory is not None and self._memory.all
+        if self._memory is not None and self._memory.all:
+            self._agreement.exchange = self._memory.board()
+        elif self.size > 1 and backends.get("cpu") == "gloo":
+            self._agreement.exchange = Reduced(pg)
+        carrier = self.cpu if method.staged and self.cpu is not None else self.can
+        self._tagged = carrier.habit("tags")
         self._as_bytes = {dtype: sending(self.can, dtype, self.cpu).bytes for dtype in _DTYPES}
 
     def __repr__(self) -> str:
@@ -200,7 +210,8 @@ class C10dGroup(Group):
     def _post(self, call: Callable[..., dist.Work], buffers: list[Tensor], peer: int, doing: str) -> list[dist.Work]:
         raw = self._as_bytes
         try:
-            return [call([_bytes(b) if raw[b.dtype] else b], peer, 0) for b in buffers]
+            tag = self._agreement.tag if self._tagged else 0
+            return [call([_bytes(b) if raw[b.dtype] else b], peer, tag) for b in buffers]
         except RuntimeError as error:
             raise self._monitor.diagnose(error, peer, doing) from error
 
@@ -212,8 +223,28 @@ class C10dGroup(Group):
 
     def _wait_all(self, works: Sequence[dist.Work], peer: int, doing: str) -> None:
         with self._monitor.waiting(peer, doing):
-            for work in works:
-                self._wait(work)
+            if not self._blocking or self._agreement.soon():
+                for work in works:
+                    self._wait(work)
+            else:  # a message of another call never arrives, and this wait cannot be interrupted
+                self._waiter.wait(lambda: [self._wait(work) for work in works], self._agreement.check)
+
+    # ---- calls --------------------------------------------------------------------------------------------------
+    def enter(self, word: int, facts: Callable[..., Facts], values: tuple[Any, ...] = ()) -> int:
+        """Announce the next call, through shared memory or by a reduction over gloo."""
+        return self._agreement.enter(word, facts, values)
+
+    def confirm(self) -> None:
+        """Wait until every rank has announced the same call."""
+        self._agreement.confirm()
+
+    def global_rank(self, rank: int) -> int:
+        """The number of a rank in the default process group."""
+        return dist.get_global_rank(self.pg, rank)
+
+    @cached_property
+    def _waiter(self) -> Waiter:
+        return Waiter()
 
     # ---- all ranks ----------------------------------------------------------------------------------------------
     def share(self, tensors: tuple[Tensor, ...] | None, specs: tuple[Spec, ...], src: int) -> tuple[Tensor, ...]:

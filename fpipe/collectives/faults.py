@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from ..errors import FpipeError, GroupError, PeerError, StalledError
+from ..errors import FpipeError, GroupError, MismatchError, PeerError, StalledError
 from .bounded import BoundedStore
 from .journal import BEAT, Entry, Journal
 
@@ -71,6 +71,10 @@ class FaultMonitor:
         # Before anything else: the backend may have closed this rank's connections already.
         self.journal.failed("" if peer is not None else LOOKING, peer, lost=not late)
         trail = self._search(peer, lost=not late)
+        mismatch = self._mismatch(trail.suspect)
+        if mismatch:
+            self.broken = MismatchError(mismatch)
+            return self.broken
         advice = f"Look at rank {trail.suspect} first"
         first = f"{trail.text}. {advice}" if trail.suspect is not None else "Look at every rank's own output"
         whom = "all ranks" if peer is None else f"rank {peer}"
@@ -88,10 +92,21 @@ class FaultMonitor:
         self.journal.failed(type(self.broken).__name__, trail.suspect if peer is None else peer, lost=not late)
         return self.broken
 
+    def end(self, error: GroupError) -> None:
+        """Fail with an error that all ranks raise."""
+        self.broken = error
+        self.journal.failed(f"{type(error).__name__}: {error}")
+
     def failed(self, error: BaseException) -> None:
         """Publish that this rank raised; errors that a peer caused are published already."""
         if error is not self.broken:
             self.journal.failed(f"{type(error).__name__}: {_short(error)}")
+
+    def _mismatch(self, rank: int | None) -> str:
+        """What a rank raised, if that was a MismatchError: it is then true of every rank."""
+        failure = None if rank is None else self.journal.failure(rank)
+        kind, _, text = ("", "", "") if failure is None else failure.failure.partition(": ")
+        return text if kind == MismatchError.__name__ else ""
 
     # ---- the search for the cause -------------------------------------------------------------------------------
     def _search(self, peer: int | None, lost: bool) -> _Trail:

@@ -8,7 +8,7 @@ backends, processes or plans.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -16,6 +16,9 @@ from torch import Tensor
 
 from ..errors import GroupError, MismatchError
 from ..tree import Spec
+
+#: What ranks compare, as text by name; ``None`` is not compared.
+Facts: TypeAlias = Mapping[str, str | None]
 
 
 class Work(Protocol):
@@ -147,6 +150,23 @@ class Group(Protocol):
 
     def reset(self) -> None:
         """After an error: drop messages that were sent and not received, where the group stays usable."""
+
+    # ---- calls --------------------------------------------------------------------------------------------------
+    def enter(self, word: int, facts: Callable[..., Facts], values: tuple[Any, ...] = ()) -> int:
+        """Announce the next call of a pipeline, before its first message; returns its number, from 0.
+
+        ``word`` is equal on all ranks that run the same plan with the same options. Where words differ, every rank
+        raises the same MismatchError, on a wait for another rank or in ``confirm``; it compares what ``facts(*values)``
+        returns. Messages of different calls never meet. Groups of one process have nothing to compare.
+        """
+        return 0
+
+    def confirm(self) -> None:
+        """Return once every rank has announced the same call; at the end of each call, before results are read."""
+
+    def global_rank(self, rank: int) -> int:
+        """The number of a rank among all processes of the job, for error messages."""
+        return rank
 
     # ---- all ranks ----------------------------------------------------------------------------------------------
     def share(self, tensors: tuple[Tensor, ...] | None, specs: tuple[Spec, ...], src: int) -> tuple[Tensor, ...]:

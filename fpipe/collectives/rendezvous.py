@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -21,10 +22,13 @@ _POLL_FAILURES = 1.0  #: seconds between two polls for a reported failure
 
 
 class Rendezvous:
-    """Numbered rounds in which every rank contributes one object; a round ends when all objects were read."""
+    """Numbered rounds in which every rank contributes one object; a round ends when all objects were read.
 
-    def __init__(self, store: BoundedStore, monitor: FaultMonitor):
-        self._store, self._monitor = store, monitor
+    ``check`` is called while a rank waits; it raises where the other ranks are known not to come.
+    """
+
+    def __init__(self, store: BoundedStore, monitor: FaultMonitor, check: Callable[[], object]):
+        self._store, self._monitor, self._check = store, monitor, check
         self._rounds = count()
 
     def gather(self, obj: object) -> list[Any]:
@@ -57,6 +61,8 @@ class Rendezvous:
             now = time.monotonic()
             if now - start > seconds:
                 return False
+            if rank is not None:
+                self._check()
             if rank is not None and now - checked > _POLL_FAILURES:
                 checked = now
                 if self._monitor.journal.failure(rank) is not None:

@@ -131,6 +131,14 @@ class Call:
                     )
         return None
 
+    @property
+    def scale(self) -> float | None:
+        """The loss scale as a number that ranks can compare; 0 for a tensor on an accelerator."""
+        scale = self.loss_scale
+        if isinstance(scale, torch.Tensor):
+            return scale.item() if scale.device.type == "cpu" else 0.0
+        return scale
+
     # ---- its signature ------------------------------------------------------------------------------------------
     def signature(self) -> tuple[Any, ...]:
         """Everything that plans depend on, as a key: cheap, since each call computes it."""

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..collectives.group import Facts
 from ..errors import BatchError, StageError
 from ..plans.sharding import Shares
 from ..programs.autocast import without_autocast
@@ -24,8 +25,9 @@ from .arguments import Call
 from .config import Config
 from .cotangents import cotangents
 from .debugging import check_leaks, debugging
+from .facts import facts, of_call, shared
 from .feed import Feeder
-from .handshake import agree
+from .handshake import agree, tag_of
 from .loop import drive, execute
 from .microbatches import Microbatches, merge
 from .prepare import Prepared, prepare
@@ -35,6 +37,8 @@ from .results import ResultLayout, Results
 
 #: How many signatures' plans a pipeline caches; those of the least recent calls are dropped.
 KEPT = 128
+#: The word of a call that has no plans yet, and the number that stands for None in other words.
+_NEW, _NONE = 1, -(2**60)
 
 AllRegisters: TypeAlias = dict[int, Registers]
 Pullback: TypeAlias = Callable[..., tuple[Tree, Tree]]
@@ -46,7 +50,22 @@ class CachedPlans:
 
     config: Config
     prepared: Prepared
+    facts: Facts  # of the signature
+    number: int  # of the call for which they were prepared, among those of the group
     misplaced: str | None  # set where a value is on a device that cannot be used
+
+    def announce(self, call: Call, pullback: int = -1) -> int:
+        """Announce a call that runs these plans, or the pullback of an earlier call; returns its number."""
+        if self.config.local:
+            return 0
+        seed, scale = call.seed, call.scale
+        # The hash of None is an address.
+        word = hash((self.prepared.tag, pullback, _NONE if seed is None else seed, _NONE if scale is None else scale))
+        return self.config.group.enter(word, self._described, (seed, scale, pullback))
+
+    def _described(self, seed: int | None, scale: float | None, pullback: int) -> Facts:
+        described = of_call(self.facts, seed, scale, f"those prepared for call {self.number}")
+        return described if pullback < 0 else described | {"call": f"the pullback of call {pullback}"}
 
     @cached_property
     def feeders(self) -> Mapping[int, Feeder]:
@@ -73,8 +92,21 @@ class Cache:
         self.shares, self.agreed = shares, agreed
 
     def plans_for(self, call: Call) -> CachedPlans:
-        """The plans of a call; prepared for the first of its signature."""
+        """The plans of a call, prepared for the first of its signature."""
         key = call.signature()
+        cached = self._find(key)
+        return self._prepared(call, key) if cached is None else cached
+
+    def announced(self, call: Call) -> tuple[CachedPlans, int]:
+        """The plans of a call that is about to run, and its number; it is announced to the other ranks."""
+        key = call.signature()
+        cached = self._find(key)
+        if cached is not None:
+            return cached, cached.announce(call)
+        cached = self._prepared(call, key)
+        return cached, cached.number
+
+    def _find(self, key: tuple[Any, ...]) -> CachedPlans | None:
         try:
             cached = self.plans.get(key)
         except TypeError as error:
@@ -82,14 +114,26 @@ class Cache:
                 f"a leaf of the arguments is neither a tensor nor hashable ({error}); pass tensors, numbers, strings "
                 'or None, or register its class (optree, namespace="fpipe")'
             ) from error
-        if cached is None:
-            self._agree(call.config)
-            prepared = prepare(call.config, call.request(self.shares))
-            cached = self.plans[key] = CachedPlans(call.config, prepared, call.misplaced())
-            if len(self.plans) > KEPT:
-                del self.plans[next(iter(self.plans))]
-        elif len(self.plans) > KEPT // 2:  # the last is the most recently used
+        if cached is not None and len(self.plans) > KEPT // 2:  # the last is the most recently used
             self.plans[key] = self.plans.pop(key)
+        return cached
+
+    def _prepared(self, call: Call, key: tuple[Any, ...]) -> CachedPlans:
+        """Announce a call without plans, compare it with the other ranks, and prepare its plans."""
+        config, number = call.config, 0
+        self._agree(config)
+        request = call.request(self.shares)
+        known = {} if config.local else facts(config, request)
+        if not config.local:
+            described = of_call(known, call.seed, call.scale, "none yet")
+            number = config.group.enter(_NEW, dict, (described,))
+            schedule = request.schedule
+            agree(config.group, shared(described), lambda fact: str(schedule) if fact == "schedule" else "")
+        # Two pipelines may be equal in all facts: each has plans that were prepared for a call of its own.
+        prepared = prepare(config, request, tag_of({**shared(known), "number": str(number)}))
+        cached = self.plans[key] = CachedPlans(config, prepared, known, number, call.misplaced())
+        if len(self.plans) > KEPT:
+            del self.plans[next(iter(self.plans))]
         return cached
 
     def _agree(self, config: Config) -> None:
@@ -126,7 +170,7 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback]:
     """The forward phase now; the backward phase in the pullback."""
     regs: AllRegisters = {}
     with call.config.claim:
-        plans, weights = _ready(call, cache)
+        plans, weights, number = _ready(call, cache)
         _run(call, plans, regs, lambda feeder, r: feeder.fill(r, call, weights), phase=0)
         results = Results(plans.layout, regs, call, weights)
         y = joined(results.outputs(), call.x.uniform)
@@ -149,6 +193,7 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback]:
             )
         with call.config.claim, retaining(retain):
             regs = {rank: r.copy() for rank, r in kept[0].items()} if retain else kept.pop()
+            plans.announce(call, number)
             _run(call, plans, regs, lambda feeder, r: feeder.fill_cotangents(r, rows), phase=1)
             results = Results(plans.layout, regs, call, weights, rows)
             return results.param_grads(), joined(results.input_grads(), call.x.uniform)
@@ -182,18 +227,19 @@ def _refuse_surrounded() -> None:
 
 
 # ---- running --------------------------------------------------------------------------------------------------------
-def _ready(call: Call, cache: Cache) -> tuple[CachedPlans, Weights | None]:
-    """The plans of a call, and then its weights, over which copies of the pipeline communicate."""
+def _ready(call: Call, cache: Cache) -> tuple[CachedPlans, Weights | None, int]:
+    """The plans of a call, then its weights, over which copies of the pipeline communicate, and its number."""
     _refuse_surrounded()
-    plans, weights = cache.plans_for(call), call.weights()
+    plans, number = cache.announced(call)
+    weights = call.weights()
     if plans.misplaced is not None:
         raise BatchError(plans.misplaced)
-    return plans, weights
+    return plans, weights, number
 
 
 def _run_all(call: Call, cache: Cache) -> tuple[Results, dict[int, Any]]:
     """Run the whole schedule. Returns its results, and what ``each`` returned by microbatch."""
-    plans, weights = _ready(call, cache)
+    plans, weights, _ = _ready(call, cache)
     regs: AllRegisters = {}
     results = Results(plans.layout, regs, call, weights)
     returned: dict[int, Any] = {}
@@ -230,6 +276,7 @@ def _run(
     try:
         with torch.no_grad(), without_autocast():
             drive(runs, lambda rank: group.last_note(rank) or "waiting")
+            group.confirm()
             group.flush()
         if phase != 0 and debugging():
             for rank, executable in executables.items():

@@ -8,6 +8,7 @@ instructions and registers; it changes no result of a run.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 
@@ -26,15 +27,14 @@ from .registers import Registers
 _WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 
-class _Flag:
-    on = False
+_ON: ContextVar[bool] = ContextVar("debugging", default=False)
 
 
 class debug:  # noqa: N801  (a function in all but name, as torch.no_grad is)
     """Check every result for NaN and infinity, and every run for values that it did not free. Slow; off by default.
 
-    ``with debug():`` for a while, or ``debug()`` from here on, or ``debug(False)`` to stop. The error names the first
-    action whose result is wrong, the operation in it, and whether the NaN was in its inputs.
+    ``with debug():`` for a while, or ``debug()`` from here on, or ``debug(False)`` to stop, in this thread. The error
+    names the first action whose result is wrong, the operation in it, and whether the NaN was in its inputs.
 
     >>> from fpipe import grad, local, pipeline
     >>> pipe = pipeline([lambda p, x: (x * p).log()] * 2, loss=lambda y: y.sum(), microbatches=1, group=local(2))
@@ -46,7 +46,8 @@ class debug:  # noqa: N801  (a function in all but name, as torch.no_grad is)
     """
 
     def __init__(self, on: bool = True):
-        self.before, _Flag.on = _Flag.on, on
+        self.before = _ON.get()
+        _ON.set(on)
 
     def __enter__(self) -> debug:
         return self
@@ -54,12 +55,12 @@ class debug:  # noqa: N801  (a function in all but name, as torch.no_grad is)
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _Flag.on = self.before
+        _ON.set(self.before)
 
 
 def debugging() -> bool:
     """Whether ``debug`` is on."""
-    return _Flag.on
+    return _ON.get()
 
 
 def check(ins: Instruction, box: Sequence[Any], out: Sequence[Any], random: torch.Tensor | None) -> None:

@@ -9,21 +9,14 @@ groups, and facts only as text.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..collectives.group import Group
+from ..collectives.agreement import Difference
+from ..collectives.group import Facts, Group
 from ..errors import MismatchError, PeerError
 
 T = TypeVar("T")
-
-#: What to do about a fact that differs.
-_REMEDIES = {
-    "versions": "install the same versions of fpipe and torch everywhere",
-    "schedule": "give every rank the same schedule",
-    "microbatches": "call with the same number of microbatches on every rank",
-    "call": "make the same calls in the same order on every rank",
-}
 
 
 def alone(group: Group) -> bool:
@@ -31,31 +24,24 @@ def alone(group: Group) -> bool:
     return len(group.here) == group.size
 
 
-def tag_of(facts: Mapping[str, str | None]) -> int:
+def tag_of(facts: Facts) -> int:
     """A number that identifies what ranks agreed on: later steps compare it."""
     return int.from_bytes(hashlib.sha256(repr(sorted(facts.items())).encode()).digest()[:7], "little")
 
 
-def agree(group: Group, facts: Mapping[str, str | None], details: Callable[[str], str] = lambda fact: "") -> None:
+def agree(group: Group, facts: Facts, details: Callable[[str], str] = lambda fact: "") -> None:
     """Raise MismatchError on every rank where facts differ between ranks; ``None`` is not compared.
 
     ``details`` returns a long form of a fact; it is called only where the fact differs.
     """
     if alone(group):
         return
-    by_rank = group.gather_objects(dict(facts))
-    for fact in facts:
-        known = [(rank, text) for rank, theirs in enumerate(by_rank) if (text := theirs.get(fact)) is not None]
-        odd = next(((rank, text) for rank, text in known if text != known[0][1]), None)
-        if odd is None:
-            continue
-        first = known[0]
-        where = _difference(group.gather_objects(details(fact)), first[0], odd[0])
-        remedy = _REMEDIES.get(fact, "pass the same arguments, cut the same way, on every rank")
-        raise MismatchError(
-            f"ranks disagree about {fact}: rank {first[0]} has {first[1]}, rank {odd[0]} has {odd[1]}{where}; "
-            f"{remedy}. Nothing was sent"
-        )
+    by_rank = dict(enumerate(group.gather_objects(dict(facts))))
+    found = Difference.of(by_rank)
+    if found is not None:
+        where = _difference(group.gather_objects(details(found.fact)), *found.ranks)
+        names = [group.global_rank(rank) for rank in range(group.size)]
+        raise MismatchError(f"{found.text(names, where)}. Nothing was sent")
 
 
 def _difference(texts: list[str], one: int, other: int) -> str:
@@ -85,5 +71,7 @@ def together(group: Group, work: Callable[[], T]) -> list[T]:
     for rank, (what, value) in enumerate(reports):
         if what == "failed":
             kind = MismatchError if value.startswith(("StageError", "MismatchError", "TraceError")) else PeerError
-            raise kind(f"rank {rank} could not prepare this step, so nothing was sent. It said: {value}")
+            raise kind(
+                f"rank {group.global_rank(rank)} could not prepare this step, so nothing was sent. It said: {value}"
+            )
     return [value for _, value in reports]

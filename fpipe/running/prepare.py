@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from .. import __version__, tree
+from .. import tree
 from ..errors import MismatchError, StageError
 from ..plans.builder import sum_of
 from ..plans.collective_order import lower_together
@@ -28,7 +28,7 @@ from ..stage import Stage
 from ..tree import AbstractTree, Aval, Spec
 from .config import Config, tied_leaves
 from .debugging import check
-from .handshake import agree, tag_of, together
+from .handshake import together
 from .loop import Executable, Options, bind
 
 _NOTHING = tree.flatten(None)[1]
@@ -79,11 +79,9 @@ class Prepared:
         return self.interfaces[self.request.kind_of[mb]][-1].y
 
 
-def prepare(config: Config, request: Request) -> Prepared:
-    """Trace, exchange interfaces, lower and bind."""
+def prepare(config: Config, request: Request, tag: int) -> Prepared:
+    """Trace, exchange interfaces, lower and bind. ``tag`` identifies what the ranks agreed on before."""
     group, copies, schedule = config.group, config.copies, request.schedule
-    facts = _facts(config, request)
-    agree(group, facts, lambda fact: str(schedule) if fact == "schedule" else "")
     traced = _traced(config, request)
     _check_patterns(config, traced[0].interfaces)
     tied, specs = _ties(config, request, traced[0].interfaces)
@@ -106,34 +104,8 @@ def prepare(config: Config, request: Request) -> Prepared:
     }
     return Prepared(
         request, executables, inputs, tuple(kind.interfaces for kind in traced), tuple(kind.loss for kind in traced),
-        tag_of(facts),
+        tag,
     )  # fmt: skip
-
-
-def _facts(config: Config, request: Request) -> dict[str, str | None]:
-    """What every rank must agree on before a step is prepared."""
-    schedule = request.schedule
-
-    def shapes(trees: Sequence[AbstractTree]) -> str | None:
-        rows = [[leaf for leaf in t.leaves if isinstance(leaf, Aval)] for t in trees]
-        return None if not any(rows) else "; ".join(", ".join(map(str, row)) for row in rows)
-
-    return {
-        "versions": f"fpipe {__version__}, torch {torch.__version__}",
-        "call": f"{request.mode}, argnums {'0 and 1' if request.wants_dx else '0'}, has_aux={request.has_aux}"
-        + (", each=" if request.each else ""),
-        "microbatches": str(schedule.microbatches),
-        "schedule": f"{schedule.name or 'a schedule'} of {schedule.stages} stages ({schedule.digest})",
-        "the kinds of microbatches": str(request.kind_of) if len(request.kinds) > 1 else "(one)",
-        "the shape of x": shapes([kind[0] for kind in request.kinds]),
-        "the shapes of the targets": shapes([target for kind in request.kinds for target in kind[1]]),
-        "the reduction": str(config.reduction),
-        "the pipeline's seed": str(config.seed),
-        "tied parameters": str(config.tied),
-        "the dtype of accumulation": str(config.accumulate),
-        "copies": "none" if config.copies is None else config.copies.told,
-        "overlap": config.overlap.how,
-    }
 
 
 @dataclass(frozen=True)

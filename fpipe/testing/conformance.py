@@ -129,6 +129,17 @@ def empty_messages_arrive(group: Group, rank: int) -> Steps:
     yield from _around(group, rank, "an empty message", lambda *_: (), empty)
 
 
+def messages_arrive_in_announced_calls(group: Group, rank: int) -> Steps:
+    """Calls with equal words and with another one; messages keep their order from call to call."""
+    for number, word in enumerate((7, 7, 8)):
+        if rank == group.here[0]:
+            group.enter(word, dict)
+        yield from _around(
+            group, rank, f"a message of call {number}", lambda src, device: (torch.ones(2, device=device),)
+        )
+    group.confirm()
+
+
 def a_rank_sends_to_itself(group: Group, rank: int) -> Steps:
     """Its messages arrive in order."""
     first = group.recv(_specs((torch.zeros(2),)), rank, rank)

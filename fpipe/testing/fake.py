@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor
 
 from ..collectives.adapt import reduction
+from ..collectives.agreement import Difference
 from ..collectives.capabilities import Capabilities
-from ..collectives.group import Done, Group, Pending, Work, check_channel, check_message, part_of
+from ..collectives.group import Done, Facts, Group, Pending, Work, check_channel, check_message, part_of
 from ..collectives.reduce import add_up
 from ..collectives.wire import wire_format
 from ..errors import GroupError, MismatchError, PeerError, StalledError, UnsupportedError
@@ -63,6 +65,8 @@ class _Channel:
 
 
 F = TypeVar("F", bound=Fault)
+#: A call of a pipeline, announced by each rank with a word and its facts.
+_Announced = dict[int, tuple[int, Callable[[], Facts]]]
 #: One collective call: what each rank called it with, as (name, value).
 _Call = dict[int, tuple[str, Any]]
 
@@ -75,6 +79,7 @@ class Network:
         self.lockstep = order == "lockstep"
         self.channels: defaultdict[tuple[int, int], _Channel] = defaultdict(_Channel)
         self.calls: defaultdict[int, _Call] = defaultdict(dict)
+        self.announced: defaultdict[int, _Announced] = defaultdict(dict)
 
     def channel(self, src: int, dst: int) -> _Channel:
         """The channel from one rank to another."""
@@ -114,6 +119,8 @@ class FakeGroup(Group):
         self.timeout = network.world.timeout
         self.at_once, self.strict = False, network.lockstep
         self._numbers = count()
+        self._announcements = count()
+        self._announced: _Announced = {}
 
     def __repr__(self) -> str:
         return f"fake rank {self.rank} of {self.size}"
@@ -138,7 +145,9 @@ class FakeGroup(Group):
     def _until(self, ready: Callable[[], bool], peer: int, what: str) -> None:
         """Pause until ready; raises if the peer is gone or the time-out has passed."""
         world = self._world
-        in_time = world.pause(self.rank, lambda: ready() or world.gone(peer), what)
+        in_time = world.pause(self.rank, lambda: self._differs() or ready() or world.gone(peer), what)
+        if self._differs():
+            raise self._disagreement()
         if ready():
             return
         note = world.ranks[self.rank].note
@@ -147,6 +156,29 @@ class FakeGroup(Group):
             remedy = "Look there first; raise timeout= if a step may take that long"
             raise StalledError(f"{waited}, longer than timeout={self.timeout:g}. {world.describe(peer)}. {remedy}")
         raise PeerError(f"{waited}, and rank {peer} is gone. {world.describe(peer)}")
+
+    # ---- calls --------------------------------------------------------------------------------------------------
+    def enter(self, word: int, facts: Callable[..., Facts], values: tuple[Any, ...] = ()) -> int:
+        """Announce the next call to all ranks at once."""
+        self._enter("enter")
+        number = next(self._announcements)
+        self._announced = self._network.announced[number]
+        self._announced[self.rank] = word, partial(facts, *values)
+        return number
+
+    def confirm(self) -> None:
+        """Wait until every rank has announced the same call."""
+        announced = self._announced
+        for rank in range(self.size) if announced else ():
+            self._until(lambda rank=rank: rank in announced, rank, f"for the call of rank {rank}")
+
+    def _differs(self) -> bool:
+        return len({word for word, _ in self._announced.values()}) > 1
+
+    def _disagreement(self) -> MismatchError:
+        found = Difference.of({rank: facts() for rank, (_, facts) in sorted(self._announced.items())})
+        assert found is not None, "words differ where facts differ"
+        return MismatchError(f"{found.text(range(self.size))}. This group cannot be used again")
 
     # ---- messages -----------------------------------------------------------------------------------------------
     def send(self, tensors: tuple[Tensor, ...], src: int, dst: int, specs: tuple[Spec, ...] | None = None) -> Work:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -67,7 +68,9 @@ class World:
     def play(self, parts: list[Callable[[], object]]) -> None:
         """Run one function per rank to its end."""
         threads = [
-            threading.Thread(target=self._run, args=(state, part), name=f"fpipe-fake-{state.rank}", daemon=True)
+            threading.Thread(
+                target=copy_context().run, args=(self._run, state, part), name=f"fpipe-fake-{state.rank}", daemon=True
+            )
             for state, part in zip(self.ranks, parts, strict=True)
         ]
         for thread in threads:

@@ -197,7 +197,7 @@ def test_all_ranks_say_each_or_none():
 @pytest.mark.parametrize(("name", "values"), [
     ("the reduction", ({"reduction": "mean"}, {"reduction": "sum"})),
     ("the reduction", ({"reduction": "sum"}, {"reduction": fpipe.weighted(torch.numel)})),
-    ("the pipeline's seed", ({"seed": 1}, {"seed": 2})),
+    ("the seed", ({"seed": 1}, {"seed": 2})),
 ])  # fmt: skip
 def test_ranks_that_weigh_or_draw_otherwise_are_told(name: str, values: tuple[dict[str, Any], dict[str, Any]]):
     def step(group: Any) -> Any:

@@ -2,8 +2,9 @@
 """One lane of messages from a process to another of the same host, in memory that both have mapped.
 
 The writer copies a message in and increments ``sent``; the reader copies it out and increments ``taken``. Each counter
-has one writer, so there are no locks. A message takes the first free range, and a note per message records which; an
-empty lane starts again at its beginning, so that the memory in use stays in the cache. This module must not know
+has one writer, so there are no locks. A message takes the first free range, and a note per message records which, with
+the header of the call that it belongs to; an empty lane starts again at its beginning, so that the memory in use stays
+in the cache. This module must not know
 processes and backends.
 """
 
@@ -70,11 +71,12 @@ def _padded(size: int) -> int:
 class _End:
     """One end of a lane: views of its counters (one word each) and notes, and the address of its area."""
 
-    def __init__(self, memory: mmap.mmap):
+    def __init__(self, memory: mmap.mmap, head: list[int] | None = None):
+        self.head = [0] if head is None else head  # added to the size in each note
         view = memoryview(memory)
         self.sent, self.taken = view[0:4].cast("I"), view[64:68].cast("I")
         self.asleep = view[128:132].cast("I")  # whether the reader sleeps, or is about to
-        self.notes = view[_NOTES_AT : _NOTES_AT + 16 * NOTES].cast("Q")  # per message: where it starts, its bytes
+        self.notes = view[_NOTES_AT : _NOTES_AT + 16 * NOTES].cast("Q")  # per message: its start, its bytes + head
         self.area = _native.address(memory, _AREA_AT)
         self.bell = _native.address(memory)  # of ``sent``
         self.count = 0  # pieces written, or read, at this end
@@ -93,8 +95,8 @@ class LaneWriter(_End):
     (True, True, tensor([0., 1., 2.]))
     """
 
-    def __init__(self, memory: mmap.mmap):
-        super().__init__(memory)
+    def __init__(self, memory: mmap.mmap, head: list[int] | None = None):
+        super().__init__(memory, head)
         self._freed = 0
         self._live: deque[tuple[int, int]] = deque()
         self.queued: deque[tuple[Sequence[Tensor], Piece]] = deque()  # pieces that did not fit yet
@@ -116,6 +118,7 @@ class LaneWriter(_End):
         (shape, stride, dtype), size, last = spec, piece.size, AREA - piece.size
         copy, area, notes, sent, asleep, bell = _native.copy, self.area, self.notes, self.sent, self.asleep, self.bell
         live, queued, room, fence, wake = self._live, self.queued, self._room, _native.fence, _native.wake
+        head = self.head
 
         def send(tensor: Tensor) -> bool:
             if tensor.stride() != stride or tensor.shape != shape or tensor.dtype is not dtype or tensor.is_neg():
@@ -130,7 +133,7 @@ class LaneWriter(_End):
             copy(area + start, tensor.data_ptr(), nbytes)
             count = self.count
             note = 2 * (count % NOTES)
-            notes[note], notes[note + 1] = start, size
+            notes[note], notes[note + 1] = start, size + head[0]
             live.append((start, start + size))
             self.count = count + 1
             sent[0] = (count + 1) & _MASK
@@ -157,7 +160,7 @@ class LaneWriter(_End):
         for index, skip, size, place in piece.parts:
             _native.copy(at + place, buffers[index].data_ptr() + skip, size)
         note = 2 * (self.count % NOTES)
-        self.notes[note], self.notes[note + 1] = start, piece.size
+        self.notes[note], self.notes[note + 1] = start, piece.size + self.head[0]
         self._live.append((start, start + piece.size))
         self.count += 1
         self.sent[0] = self.count & _MASK
@@ -204,15 +207,16 @@ class LaneReader(_End):
 
     def fetcher(self, spec: Spec, nbytes: int) -> Callable[[], Tensor | None]:
         """:meth:`read` for messages of one contiguous tensor. The returned function returns None, and reads nothing,
-        if the next message has not arrived or has another size."""
+        if the next message has not arrived, has another size or belongs to another call."""
         (piece,) = pieces((nbytes,))
         (shape, _, dtype), size, new = spec, piece.size, torch.empty
         copy, sent, taken, notes, area = _native.copy, self.sent, self.taken, self.notes, self.area
+        head = self.head
 
         def fetch() -> Tensor | None:
             count = self.count
             note = 2 * (count % NOTES)
-            if sent[0] == count & _MASK or notes[note + 1] != size:
+            if sent[0] == count & _MASK or notes[note + 1] != size + head[0]:
                 return None
             tensor = new(shape, dtype=dtype, device=_CPU)
             copy(tensor.data_ptr(), area + notes[note], nbytes)
@@ -223,9 +227,9 @@ class LaneReader(_End):
         return fetch
 
     def read(self, buffers: Sequence[Tensor], piece: Piece) -> bool:
-        """Copy the next piece, which has arrived, into buffers; False if it has another size."""
+        """Copy the next piece, which has arrived, into buffers; False if it has another size or header."""
         note = 2 * (self.count % NOTES)
-        if self.notes[note + 1] != piece.size:
+        if self.notes[note + 1] != piece.size + self.head[0]:
             return False
         at = self.area + self.notes[note]
         for index, skip, size, place in piece.parts:

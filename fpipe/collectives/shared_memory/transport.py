@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 
 from ...errors import MismatchError
+from ..agreement import Agreement
 from ..faults import FaultMonitor
 from ..group import Done, Pending, Sender, Work
 from ..wire import WireFormat
 from . import SWITCH, _native
+from .board import WORDS, Board
 from .lane import LANE, PAGE, LaneReader, LaneWriter, Piece, pieces
 
 #: The two lanes from one rank to another: messages of plans, and broadcasts.
@@ -34,6 +36,7 @@ PLANS, SHARED = 0, 1
 _LANES = 2
 _TOKEN = 16
 _ENDED = slice(64, 68)  #: of an outbox's first page: not 0 once its rank has failed
+_WORDS = slice(128, 128 + 8 * WORDS)  #: of the same page: the calls that the rank has announced
 _POLL = 400e-6  #: seconds to poll before sleeping, where every rank has a core
 _SLICE = 0.05  #: seconds to sleep between two checks of the sender's process
 _CPU = torch.device("cpu")
@@ -67,9 +70,10 @@ class _Outbox:
         page = mmap.mmap(self.file, PAGE)
         page[:_TOKEN] = self.token
         self.ended = memoryview(page)[_ENDED].cast("I")
+        self.words = memoryview(page)[_WORDS].cast("Q")
 
-    def lane(self, dst: int, kind: int) -> LaneWriter:
-        return LaneWriter(_map_lane(self.file, dst, kind))
+    def lane(self, dst: int, kind: int, head: list[int]) -> LaneWriter:
+        return LaneWriter(_map_lane(self.file, dst, kind), head)
 
 
 class _Peer:
@@ -83,13 +87,14 @@ class _Peer:
         if page[:_TOKEN] != address.token:
             raise OSError("another process has this number here")
         self._ended = memoryview(page)[_ENDED].cast("I")
+        self.words = memoryview(page)[_WORDS].cast("Q")
         process = os.pidfd_open(address.process)
         weakref.finalize(self, os.close, process)
         self._poll = select.poll()
         self._poll.register(process, select.POLLIN)
 
-    def lane(self, kind: int) -> LaneReader:
-        return LaneReader(_map_lane(self.file, self._reader, kind))
+    def lane(self, kind: int, head: list[int]) -> LaneReader:
+        return LaneReader(_map_lane(self.file, self._reader, kind), head)
 
     def gone(self) -> str:
         """Why no further message will arrive; empty while one may."""
@@ -105,9 +110,9 @@ def _map_lane(file: int, dst: int, kind: int) -> mmap.mmap:
 class SharedMemory:
     """Messages of one rank to and from the ranks of its host; ``rank in memory`` tells which those are."""
 
-    def __init__(self, monitor: FaultMonitor, outbox: _Outbox, peers: dict[int, _Peer]):
+    def __init__(self, monitor: FaultMonitor, agreement: Agreement, outbox: _Outbox, peers: dict[int, _Peer]):
         self.rank = monitor.rank
-        self._monitor, self._outbox, self._peers = monitor, outbox, peers
+        self._monitor, self._agreement, self._outbox, self._peers = monitor, agreement, outbox, peers
         self._writers: dict[tuple[int, int], LaneWriter] = {}
         self._inboxes: dict[tuple[int, int], _Inbox] = {}
         self._late: list[LaneWriter] = []  # those with queued messages
@@ -116,6 +121,11 @@ class SharedMemory:
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._peers
+
+    def board(self) -> Board:
+        """The exchange through which ranks compare their calls, if all are on this host."""
+        words = {rank: peer.words for rank, peer in self._peers.items()}
+        return Board(self._outbox.words, words, lambda rank: self._peers[rank].gone(), self.poll)
 
     # ---- sending ------------------------------------------------------------------------------------------------
     def send(self, form: WireFormat, tensors: Sequence[Tensor], dst: int, kind: int = PLANS) -> Work:
@@ -143,7 +153,7 @@ class SharedMemory:
     def _writer(self, dst: int, kind: int) -> LaneWriter:
         writer = self._writers.get((dst, kind))
         if writer is None:
-            writer = self._writers[dst, kind] = self._outbox.lane(dst, kind)
+            writer = self._writers[dst, kind] = self._outbox.lane(dst, kind, self._agreement.head)
         return writer
 
     def retry(self) -> bool:
@@ -194,7 +204,7 @@ class SharedMemory:
     def _inbox(self, src: int, kind: int) -> _Inbox:
         inbox = self._inboxes.get((src, kind))
         if inbox is None:
-            inbox = self._inboxes[src, kind] = _Inbox(self, src, self._peers[src].lane(kind))
+            inbox = self._inboxes[src, kind] = _Inbox(self, src, self._peers[src].lane(kind, self._agreement.head))
         return inbox
 
     def share(self, form: WireFormat, tensors: tuple[Tensor, ...] | None, src: int) -> tuple[Tensor, ...]:
@@ -217,6 +227,10 @@ class SharedMemory:
 
         self._until(lambda: reader.has(number), src, "for a message from", sleep)
 
+    def confirm(self) -> None:
+        """Raise if the other ranks run another call."""
+        self._agreement.confirm()
+
     def _until(self, ready: Callable[[], bool], peer: int, doing: str, sleep: Callable[[], None]) -> None:
         """Sleep until ready; raises if the peer is gone or the time-out has passed."""
         start = time.monotonic()
@@ -225,6 +239,7 @@ class SharedMemory:
                 sleep()
                 if ready():
                     return
+                self._agreement.check()
                 gone = self._peers[peer].gone()
                 if gone or time.monotonic() - start > self._monitor.timeout:
                     raise RuntimeError(gone or "timed out")
@@ -267,13 +282,16 @@ class _Inbox:
             self.memory.wait(self.src, reader, reader.count, self.polled)
             self.polled = False
         if not reader.read(buffers, piece):
+            self.memory.confirm()  # a message of another call
             raise MismatchError(
                 f"rank {self.src} sent a message of another size than the {piece.size} bytes that rank "
                 f"{self.memory.rank} expected; both must run one plan"
             )
 
 
-def connect(monitor: FaultMonitor, gather: Callable[[object], list[Any]]) -> SharedMemory | None:
+def connect(
+    monitor: FaultMonitor, agreement: Agreement, gather: Callable[[object], list[Any]]
+) -> SharedMemory | None:  # fmt: skip
     """Shared memory with the ranks of this host, by two rounds of ``gather``; None if this rank cannot share.
 
     It is used between ranks of which each could open the other's outbox.
@@ -293,4 +311,5 @@ def connect(monitor: FaultMonitor, gather: Callable[[object], list[Any]]) -> Sha
     opened = gather(tuple(peers))
     if outbox is None or address is None:
         return None
-    return SharedMemory(monitor, outbox, {rank: peer for rank, peer in peers.items() if monitor.rank in opened[rank]})
+    both = {rank: peer for rank, peer in peers.items() if monitor.rank in opened[rank]}
+    return SharedMemory(monitor, agreement, outbox, both)

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether all ranks run the same call, and the error that says how they differ.
+
+Before each call a rank announces a word: a number that is equal on all ranks if they run the same plan with the same
+options. An :class:`Exchange` compares the words while the call runs. Only where they differ do the ranks exchange their
+facts, as text through the store, so that every rank raises the same error. This module must not know plans, nor what
+the facts mean.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ..errors import MismatchError
+from .bounded import BoundedStore
+from .faults import FaultMonitor
+from .group import Facts
+
+_WORD = 2**62 - 1
+_HEADER = 2**31 - 1
+_STEP = 0x9E3779B1  #: between the words of two groups of the same ranks
+_PATIENCE = 2.0  #: seconds to wait for the facts of the other ranks
+_POLL = 0.002  #: seconds between two looks into the store
+_PART = "; "  #: between the parts of a fact, of which an error names the first that differs
+
+#: What to do about a fact that differs.
+_REMEDIES = {
+    "versions": "install the same versions of Python, fpipe and torch everywhere",
+    "schedule": "give every rank the same schedule",
+    "microbatches": "call with the same number of microbatches on every rank",
+    "call": "make the same calls in the same order on every rank",
+    "plans": "make the same calls in the same order on every rank, with arguments of the same shapes and strides",
+}
+
+
+class Difference(NamedTuple):
+    """A fact of which two ranks have different values."""
+
+    fact: str
+    ranks: tuple[int, int]
+    values: tuple[str, str]
+
+    @classmethod
+    def of(cls, by_rank: Mapping[int, Facts]) -> Difference | None:
+        """The first one; None where all facts are equal.
+
+        >>> Difference.of({0: {"seed": "1"}, 2: {"seed": "2"}})
+        Difference(fact='seed', ranks=(0, 2), values=('1', '2'))
+        """
+        for fact in dict.fromkeys(fact for facts in by_rank.values() for fact in facts):
+            known = [(rank, text) for rank, facts in by_rank.items() if (text := facts.get(fact)) is not None]
+            odd = next(((rank, text) for rank, text in known if text != known[0][1]), None)
+            if odd is not None:
+                return cls(fact, (known[0][0], odd[0]), _parted(known[0][1], odd[1]))
+        return None
+
+    def text(self, names: Sequence[int], where: str = "") -> str:
+        """A sentence that names the fact, both ranks by their global numbers, both values, and the remedy."""
+        (one, other), (first, second) = self.ranks, self.values
+        remedy = _REMEDIES.get(self.fact, "pass the same arguments and options on every rank")
+        return (
+            f"ranks disagree about {self.fact}: rank {names[one]} has {first}, rank {names[other]} has {second}"
+            f"{where}; {remedy}"
+        )
+
+
+def _parted(one: str, other: str) -> tuple[str, str]:
+    """Of two values with as many parts, the first parts that differ."""
+    parts = one.split(_PART), other.split(_PART)
+    if len(parts[0]) != len(parts[1]):
+        return one, other
+    return next((a, b) for a, b in zip(*parts, strict=True) if a != b)
+
+
+class Exchange(Protocol):
+    """How ranks compare the words of their calls."""
+
+    def start(self, number: int, word: int) -> None:
+        """Announce this rank's word for a call."""
+        ...
+
+    def equal(self, number: int, word: int) -> bool | None:
+        """Whether the words of all ranks are equal; None while one is missing. Never blocks."""
+        ...
+
+    def missing(self, number: int) -> int | None:
+        """A rank whose word is missing, if the exchange knows which."""
+        ...
+
+    def pause(self, number: int, waited: float) -> str:
+        """Wait a short time for the words that are missing; why they will not come, if that is known."""
+        ...
+
+
+class Agreement:
+    """One rank's view of the calls of its group.
+
+    ``head`` contains the header of this rank's messages in its upper 32 bits. It is different in every call, so that a
+    message of one call is never taken for one of another. The group is the ``nth`` of its ranks; ``names`` are their
+    global numbers.
+    """
+
+    def __init__(self, store: BoundedStore, monitor: FaultMonitor, names: Sequence[int], nth: int = 0):
+        self.exchange: Exchange | None = None
+        self.head = [0]
+        self._store, self._monitor, self._names = store, monitor, names
+        self._number, self._word, self._base = -1, 0, nth * _STEP
+        self._facts: tuple[Callable[..., Facts], tuple[Any, ...]] = dict, ()
+        self._agreed = True
+
+    @property
+    def tag(self) -> int:
+        """The header as a tag of torch.distributed."""
+        return self.head[0] >> 32
+
+    def enter(self, word: int, facts: Callable[..., Facts], values: tuple[Any, ...] = ()) -> int:
+        """Announce the next call; returns its number. ``facts(*values)`` is called only where ranks differ."""
+        if self._monitor.broken is not None:
+            self._monitor.check()
+        number = self._number = self._number + 1
+        self._word = word = (word + number + self._base) & _WORD  # other than in earlier calls of the same plan
+        self._facts = facts, values
+        self.head[0] = (word & _HEADER) << 32
+        if self.exchange is not None:
+            self._agreed = False
+            self.exchange.start(number, word)
+        return number
+
+    def check(self) -> bool:
+        """Whether every rank is known to run this call; raises if one is known to run another. Never blocks."""
+        if not self._agreed:
+            assert self.exchange is not None
+            equal = self.exchange.equal(self._number, self._word)
+            if equal is False:
+                raise self._disagreement()
+            self._agreed = equal is True
+        return self._agreed
+
+    def soon(self) -> bool:
+        """:meth:`check` after a short wait where a word is missing."""
+        if not self._agreed and self.exchange is not None and self.exchange.equal(self._number, self._word) is None:
+            self.exchange.pause(self._number, 0.0)
+        return self.check()
+
+    def confirm(self) -> None:
+        """Wait until every rank has announced this call."""
+        if self._agreed or self.check():
+            return
+        assert self.exchange is not None
+        start = time.monotonic()
+        while not self.check():
+            peer = self.exchange.missing(self._number)
+            with self._monitor.waiting(peer, "for the call of" if peer is not None else "for the calls of"):
+                while not self.check() and self.exchange.missing(self._number) == peer:
+                    waited = time.monotonic() - start
+                    gone = self.exchange.pause(self._number, waited)
+                    if (gone or waited > self._monitor.timeout) and not self.check():
+                        raise RuntimeError(gone or "timed out")
+
+    # ---- the error ----------------------------------------------------------------------------------------------
+    def _disagreement(self) -> MismatchError:
+        """The error that all ranks raise; the group cannot be used again."""
+        by_rank = self._facts_of_all()
+        found = Difference.of(by_rank)
+        if found is not None:
+            text = found.text(self._names)
+        else:
+            known = ", ".join(str(self._names[rank]) for rank in by_rank)
+            text = f"ranks run different calls (known are those of rank {known}); {_REMEDIES['call']}"
+        error = MismatchError(f"{text}. This group cannot be used again")
+        self._monitor.end(error)
+        return error
+
+    def _facts_of_all(self) -> dict[int, Facts]:
+        """The facts of every rank that publishes them in time."""
+        monitor, number = self._monitor, self._number
+        facts, values = self._facts
+        mine, by_rank = dict(facts(*values)), dict[int, Facts]()
+        ranks, end = range(monitor.size), time.monotonic() + _PATIENCE
+        key = f"call/{number}"
+        try:
+            self._store.set(f"{key}/{monitor.rank}", json.dumps(mine))
+            for rank in ranks:
+                if self._appears(f"{key}/{rank}", end):
+                    by_rank[rank] = json.loads(self._store.get(f"{key}/{rank}"))
+            self._store.set(f"{key}/{monitor.rank}/read", "")
+            if monitor.rank == 0:  # its process may host the store, and may exit right after
+                all(self._appears(f"{key}/{rank}/read", end) for rank in by_rank)
+        except RuntimeError:  # the process that hosted the store is gone
+            by_rank.setdefault(monitor.rank, mine)
+        return by_rank
+
+    def _appears(self, key: str, end: float) -> bool:
+        while not self._store.check([key]):
+            if time.monotonic() > end:
+                return False
+            time.sleep(_POLL)
+        return True
+
+
+class Reduced:
+    """An exchange of words over a backend: one reduction per call, which runs beside it."""
+
+    def __init__(self, pg: dist.ProcessGroup):
+        self._pg = pg
+        self._both = torch.zeros(2, dtype=torch.int64, device="cpu")
+        self._work: dist.Work | None = None
+
+    def start(self, number: int, word: int) -> None:
+        """Start the reduction."""
+        self._both = torch.tensor([word, -word], dtype=torch.int64, device="cpu")
+        self._work = dist.all_reduce(self._both, dist.ReduceOp.MAX, group=self._pg, async_op=True)
+
+    def equal(self, number: int, word: int) -> bool | None:
+        """Whether the largest and the smallest word are this one."""
+        assert self._work is not None
+        if not self._work.is_completed():
+            return None
+        self._work.wait()  # raises an error of the backend
+        return self._both.tolist() == [word, -word]
+
+    def missing(self, number: int) -> None:
+        """It is not known."""
+
+    def pause(self, number: int, waited: float) -> str:
+        """Wait until the reduction is complete, at most half a millisecond, or ten once that was too short."""
+        assert self._work is not None
+        try:
+            self._work.wait(timedelta(milliseconds=10) if waited else timedelta(microseconds=500))
+        except RuntimeError:
+            if self._work.is_completed():  # not only late
+                raise
+        return ""

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of a pipeline must agree on for a call, as text by name.
+
+Functions are compared by their names and code. The values in their closures and defaults are not compared: they may
+be tensors or differ legitimately. Parameters, batches and side inputs are compared by shape, where every rank has
+them. Knows configurations and requests; no group and no plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import CodeType
+from typing import Any
+
+import torch
+
+from .. import __version__
+from ..collectives.group import Facts
+from ..programs.autocast import ambient
+from ..stage import Stage
+from ..tree import AbstractTree, Aval
+from .config import Config
+from .prepare import Request
+from .reduction import Weighted
+
+#: Facts that are compared only where a rank has no plans and another has: ranks may differ in them from the start.
+_UNSHARED = ("the strides of x", "plans")
+
+
+def facts(config: Config, request: Request) -> dict[str, str | None]:
+    """What depends on the pipeline and on the signature of the call."""
+    schedule, stages, loss = request.schedule, config.functions, config.loss
+    python = ".".join(map(str, sys.version_info[:2]))
+    return {
+        "versions": f"Python {python}, fpipe {__version__}, torch {torch.__version__}",
+        "call": f"{request.mode}, argnums {'0 and 1' if request.wants_dx else '0'}, has_aux={request.has_aux}"
+        + (", each=" if request.each else ""),
+        "microbatches": str(schedule.microbatches),
+        "schedule": f"{schedule.name or 'a schedule'} of {schedule.stages} stages ({schedule.digest})",
+        "the kinds of microbatches": str(request.kind_of) if len(request.kinds) > 1 else "(one)",
+        "the shape of x": _shapes([kind[0] for kind in request.kinds]),
+        "the shapes of the targets": _shapes([target for kind in request.kinds for target in kind[1]]),
+        "the loss function": "none" if loss is None else named(loss),
+        "the stage functions": _parts([named(stage) for stage in stages]),
+        "the reduction": _reduction(config),
+        "tied parameters": str(config.tied),
+        "frozen parameters": str(config.frozen),
+        "the dtype of accumulation": str(config.accumulate),
+        "the engine of the stages": _parts([str(stage.engine) for stage in stages]),
+        "the engine of the loss": str(loss.engine) if isinstance(loss, Stage) else "trace",
+        "compile=": _parts([str(stage.compile) for stage in stages]),
+        "outputs=": config.outputs,
+        "copies": "none" if config.copies is None else config.copies.told,
+        "overlap": config.overlap.how,
+        "autocast": ", ".join(f"{device}: {dtype}" for device, dtype in ambient()) or "off",
+        "debug()": "on" if request.debug else "off",
+        "the strides of x": _strides([kind[0] for kind in request.kinds]),
+    }
+
+
+def of_call(known: Facts, seed: int | None, loss_scale: float | None, plans: str) -> dict[str, str | None]:
+    """The facts of one call: those of its signature, its seed and loss scale, and which plans it runs."""
+    return {**known, "the seed": str(seed), "loss_scale=": str(loss_scale), "plans": plans}
+
+
+def shared(call: Facts) -> dict[str, str | None]:
+    """The facts that must be equal also before any rank has plans."""
+    return {name: text for name, text in call.items() if name not in _UNSHARED}
+
+
+def named(function: Callable[..., Any]) -> str:
+    """A function as text that is the same in every process: its name, and a digest of its code.
+
+    >>> named(lambda x: x + 1) == named(lambda x: x + 1), named(lambda x: x + 1) == named(lambda x: x + 2)
+    (True, False)
+    """
+    if isinstance(function, Stage):
+        options = [name for name in ("aux_loss", "state") if getattr(function, name)]
+        return " ".join([function.name, named(function.fn), *options]).lstrip()
+    if isinstance(function, partial):
+        return f"partial of {named(function.func)}"
+    code = _code(function)
+    name = function.__qualname__ if code is not None else type(function).__qualname__
+    if code is None:
+        code = _code(type(function).forward if isinstance(function, torch.nn.Module) else type(function).__call__)
+    text = name.rpartition("<locals>.")[2] + (f" ({_digest(code)})" if code is not None else "")
+    inner = getattr(function, "__wrapped__", None)
+    return text if inner is None else f"{text} of {named(inner)}"
+
+
+def _code(function: Any) -> CodeType | None:
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def _digest(code: CodeType) -> str:
+    return hashlib.sha256(_text(code).encode()).hexdigest()[:8]
+
+
+def _text(value: object) -> str:
+    """A constant of a function as text without addresses; sets have no order."""
+    if isinstance(value, CodeType):
+        return f"{value.co_code.hex()} {value.co_names} {value.co_freevars} {[_text(v) for v in value.co_consts]}"
+    return str(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
+
+
+def _reduction(config: Config) -> str:
+    reduction = config.reduction
+    return f"weighted by {named(reduction.fn)}" if isinstance(reduction, Weighted) else str(reduction)
+
+
+def _parts(texts: Sequence[str]) -> str:
+    """One part per stage, of which an error names the first that differs."""
+    return "; ".join(f"stage {stage}: {text}" for stage, text in enumerate(texts))
+
+
+def _shapes(trees: Sequence[AbstractTree]) -> str | None:
+    rows = [[leaf for leaf in tree.leaves if isinstance(leaf, Aval)] for tree in trees]
+    return None if not any(rows) else "; ".join(", ".join(map(str, row)) for row in rows)
+
+
+def _strides(trees: Sequence[AbstractTree]) -> str:
+    return "; ".join(str([leaf.stride for leaf in tree.leaves if isinstance(leaf, Aval)]) for tree in trees)

@@ -1,0 +1,284 @@
+# ruff: noqa: RUF012
+"""One rank differs from the others: every rank raises MismatchError that names the difference, cold and warm.
+
+On fake ranks every kind of difference, on processes those that take ways of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fpipe
+from fpipe.collectives.setup import adopt
+from fpipe.testing import outcomes
+
+
+def layer(p: Tensor, x: Tensor) -> Tensor:
+    return x + torch.tanh(x @ p)
+
+
+def other_layer(p: Tensor, x: Tensor) -> Tensor:
+    return x + torch.sin(x @ p)
+
+
+def squared(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
+def absolute(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).abs().mean()
+
+
+def counted(target: Tensor) -> Tensor:
+    return (target > 0).sum() + 1
+
+
+def all_counted(target: Tensor) -> Tensor:
+    return (target > -9).sum() + 1
+
+
+class Kind(NamedTuple):
+    """How one rank differs: options of its pipeline, arguments of its call, or another call."""
+
+    name: str  # a word of the message
+    options: dict[str, Any] = {}
+    base: dict[str, Any] = {}  # options of every rank
+    call: dict[str, Any] = {}
+    rows: int = 8
+    dtype: torch.dtype = torch.float32
+    kind: str = "grad"
+    parts: list[int] | None = None
+    around: Callable[[], Any] = contextlib.nullcontext
+    argnums: Any = 0
+
+
+KINDS = {
+    "loss": Kind("loss", {"loss": absolute}),
+    "stage function": Kind("stage", {"stages": [layer, other_layer]}),
+    "schedule": Kind("schedule", {"schedule": "GPipe"}),
+    "reduction": Kind("reduction", {"reduction": "sum"}),
+    "weighted function": Kind(
+        "weighted", {"reduction": fpipe.weighted(all_counted)}, {"reduction": fpipe.weighted(counted)}
+    ),
+    "pipeline seed": Kind("seed", {"seed": 2}, {"seed": 1}),
+    "call seed": Kind("seed", call={"seed": 5}, base={"seed": 1}),
+    "loss scale": Kind("loss_scale", call={"loss_scale": 8.0}),
+    "has_aux": Kind("has_aux", call={"has_aux": True}),
+    "argnums": Kind("argnums", argnums=(0, 1)),
+    "forward": Kind("forward", kind="forward"),
+    "microbatches": Kind("microbatches", {"microbatches": 2}),
+    "rows": Kind("shape", rows=16),
+    "dtype": Kind("dtype|shape", dtype=torch.float64),
+    "microbatch shapes": Kind("microbatch", parts=[1, 3, 2, 2]),
+    "accumulate": Kind("accumulat", {"accumulate": torch.float64}),
+    "tied": Kind("tied", {"tied": [("0", "1")]}),
+    "frozen": Kind("frozen", {"frozen": ["0"]}),
+    "engine": Kind("engine", {"engine": "eager"}),
+    "overlap": Kind("overlap", {"overlap": "sequential"}),
+    "autocast": Kind("autocast", around=lambda: torch.autocast("cpu", dtype=torch.bfloat16)),
+    "debug": Kind("debug", around=fpipe.debug),
+    "outputs": Kind("outputs", {"outputs": "everywhere"}, {"loss": None}, kind="forward"),
+    "each": Kind("each", {}, {"loss": None}, call={"each": lambda m, y: m}, kind="forward"),
+    "compile": Kind("compile", {"compile": "aot_eager"}),
+}
+
+
+def pipeline(group: Any, **options: Any) -> fpipe.Pipeline:
+    chosen = {"stages": [layer, layer], "schedule": "1F1B", "loss": squared, "microbatches": 4} | options
+    return fpipe.pipeline(chosen.pop("stages"), chosen.pop("schedule"), group=group, **chosen)
+
+
+def call(pipe: fpipe.Pipeline, kind: Kind | None, base: Kind) -> None:
+    rows, dtype = (kind.rows, kind.dtype) if kind else (8, torch.float32)
+    x: Any = torch.linspace(-1, 1, rows * 4, dtype=dtype).view(rows, 4)
+    if kind is not None and kind.parts:
+        x = fpipe.Microbatches(list(torch.split(x, kind.parts)))
+    params = pipe.place([torch.eye(4, dtype=dtype)] * 2)
+    how = kind.kind if kind else "forward" if base.base.get("loss", 0) is None else "grad"
+    more = dict(kind.call) if kind else {}
+    with (kind.around if kind else contextlib.nullcontext)():
+        if base.base.get("loss", 0) is None:
+            pipe(params, x, **more)
+        elif how == "forward":
+            pipe(params, x, x)
+        else:
+            has_aux = more.pop("has_aux", False)
+            fpipe.value_and_grad(pipe, kind.argnums if kind else 0, has_aux=has_aux)(params, x, x, **more)
+
+
+def differ(kind: Kind, warm: bool, group: Any) -> None:
+    usual = pipeline(group, **kind.base)
+    odd = pipeline(group, **(kind.base | kind.options)) if kind.options else usual
+    for _ in range(2 if warm else 0):
+        call(usual, None, kind)
+    if group.rank == 1:
+        call(odd, kind, kind)
+    else:
+        call(usual, None, kind)
+
+
+def names(kind: Kind, error: BaseException | None) -> bool:
+    return isinstance(error, fpipe.MismatchError) and any(word in str(error) for word in kind.name.split("|"))
+
+
+@pytest.mark.parametrize("order", ["buffered", "lockstep"])
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+@pytest.mark.parametrize("name", KINDS)
+def test_one_rank_differs(name: str, warm: bool, order: str):
+    ended = outcomes(partial(differ, KINDS[name], warm), 2, order=order)
+    assert all(names(KINDS[name], outcome.error) for outcome in ended), [outcome.error for outcome in ended]
+    assert len({str(outcome.error) for outcome in ended}) == 1
+
+
+def test_one_of_four_ranks_differs():
+    """The first ranks of a forward without a loss only send: they too learn that the last one differs."""
+
+    def work(group: Any) -> None:
+        pipes = [pipeline(group, stages=[layer] * 4, loss=None, outputs=outputs) for outputs in ("zeros", "everywhere")]
+        params, x = pipes[0].place([torch.eye(4)] * 4), torch.ones(8, 4)
+        for _ in range(2):
+            pipes[0](params, x)
+        pipes[group.rank == 3](params, x)
+
+    ended = outcomes(work, 4)
+    assert {str(outcome.error) for outcome in ended} == {
+        "ranks disagree about outputs=: rank 0 has zeros, rank 3 has everywhere; pass the same arguments and options "
+        "on every rank. This group cannot be used again"
+    }
+
+
+def two_pipelines(first: Any, second: Any, group: Any) -> None:
+    """Both are known to all ranks; in the end rank 1 calls them in the other order."""
+    for _ in range(2):
+        call(first, None, KINDS["loss"])
+        call(second, None, KINDS["loss"])
+    for pipe in (first, second) if group.rank == 0 else (second, first):
+        call(pipe, None, KINDS["loss"])
+
+
+def test_pipelines_called_in_another_order_on_one_rank():
+    def work(group: Any) -> None:
+        two_pipelines(pipeline(group), pipeline(group, stages=[other_layer, other_layer]), group)
+
+    ended = outcomes(work, 2)
+    assert all(names(KINDS["stage function"], outcome.error) for outcome in ended)
+
+
+def test_equal_pipelines_called_in_another_order_on_one_rank():
+    """Nothing differs but the values in the closures of the stages."""
+
+    def work(group: Any) -> None:
+        scaled = lambda factor: lambda p, x: factor * layer(p, x)
+        first, second = (pipeline(group, stages=[scaled(factor)] * 2) for factor in (1.0, 2.0))
+        two_pipelines(first, second, group)
+
+    ended = outcomes(work, 2)
+    assert {str(outcome.error) for outcome in ended} == {
+        "ranks disagree about plans: rank 0 has those prepared for call 0, rank 1 has those prepared for call 1; make "
+        "the same calls in the same order on every rank, with arguments of the same shapes and strides. This group "
+        "cannot be used again"
+    }
+
+
+def test_pullbacks_called_in_another_order_on_one_rank():
+    def work(group: Any) -> None:
+        pipe = pipeline(group, loss=None)
+        params, x = pipe.place([torch.eye(4)] * 2), torch.ones(8, 4)
+        pullbacks = [fpipe.vjp(pipe, params, x)[1] for _ in range(2)]
+        for pullback in pullbacks if group.rank == 0 else reversed(pullbacks):
+            pullback(torch.ones(8, 4))
+
+    ended = outcomes(work, 2)
+    assert all(names(KINDS["has_aux"]._replace(name="the pullback of call 1"), outcome.error) for outcome in ended)
+
+
+def test_strides_differ_once_warm():
+    def work(group: Any) -> None:
+        pipe = pipeline(group, loss=None)
+        params, x = pipe.place([torch.eye(4)] * 2), torch.ones(8, 4)
+        pipe(params, x)
+        pipe(params, x.t().contiguous().t() if group.rank else x)
+
+    ended = outcomes(work, 2)
+    assert all(names(KINDS["loss"]._replace(name="the strides of x"), outcome.error) for outcome in ended)
+
+
+def test_a_rank_that_skips_a_call():
+    def work(group: Any) -> None:
+        pipe = pipeline(group)
+        for step in range(4):
+            if group.rank == 1 and step == 2:
+                continue
+            call(pipe, None, KINDS["loss"])
+
+    ended = outcomes(work, 2)
+    assert all(isinstance(outcome.error, fpipe.FpipeError) or outcome.rank == 1 for outcome in ended)
+    assert any(isinstance(outcome.error, fpipe.FpipeError) for outcome in ended)
+
+
+def test_a_new_signature_on_all_ranks_is_no_difference():
+    def work(group: Any) -> float:
+        pipe = pipeline(group)
+        for kind in (None, KINDS["rows"], None, KINDS["dtype"], KINDS["rows"]):
+            call(pipe, kind, KINDS["loss"])
+        return 1.0
+
+    assert [outcome.value for outcome in outcomes(work, 2)] == [1.0, 1.0]
+
+
+# ---- processes ------------------------------------------------------------------------------------------------------
+def rows_differ(warm: bool, group: Any) -> None:
+    """Forward only, with batches that both ranks have plans for if warm."""
+    pipe = pipeline(group, loss=None)
+    params = pipe.place([torch.eye(4)] * 2)
+    for rows in (8, 16) if warm else ():
+        pipe(params, torch.ones(rows, 4))
+    pipe(params, torch.ones(16 if group.rank else 8, 4))
+
+
+ON_PROCESSES: dict[str, Callable[[Any], None]] = {
+    **{f"{name}, {warm}": partial(differ, KINDS[name], warm == "warm")
+       for name in ("loss", "call seed", "dtype", "forward", "outputs") for warm in ("cold", "warm")},
+    "rows, of new shapes": partial(rows_differ, False),
+    "rows, of known shapes": partial(rows_differ, True),
+}  # fmt: skip
+
+
+def everything(transport: str) -> Iterator[tuple[str, str, float]]:
+    """The error and the seconds of each case; every one has a group of its own, since it ends the group."""
+    fpipe.init(timeout=60)
+    world = dist.group.WORLD
+    assert world is not None
+    for case, work in ON_PROCESSES.items():
+        group = adopt(world, timeout=60)
+        assert ("shared memory" in group.carried) == (transport == "memory")
+        start = time.monotonic()
+        try:
+            work(group)
+        except fpipe.FpipeError as error:
+            yield case, f"{type(error).__name__}: {error}", time.monotonic() - start
+        else:
+            yield case, "no error", 0.0
+
+
+def listed(transport: str) -> list[tuple[str, str, float]]:
+    return list(everything(transport))
+
+
+@pytest.mark.parametrize("transport", ["memory", "sockets"])
+def test_processes_differ(transport: str):
+    env = {"FPIPE_SHARED_MEMORY": "1" if transport == "memory" else "0"}
+    for first, second in zip(*fpipe.launch(listed, transport, ranks=2, timeout=200, env=env), strict=True):
+        assert first[:2] == second[:2]
+        assert first[1].startswith("MismatchError: ranks disagree about"), first
+        assert any(word in first[1] for word in KINDS.get(first[0].split(", ")[0], KINDS["rows"]).name.split("|"))
+        assert max(first[2], second[2]) < 20, "of a time-out of 60"
