@@ -257,7 +257,8 @@ def cache_key(leaf: Any) -> Any:
 class AbstractTree:
     """The structure of a pytree with its abstract leaves.
 
-    ``computed``: a stage computes it, the caller does not pass it.
+    ``computed``: a stage computes it, the caller does not pass it. ``repeats`` are the leaves that are the same tensor
+    as an earlier one, each with that one.
 
     >>> str(AbstractTree.of({"x": torch.ones(2), "n": 3}))
     '3, float32[2]'
@@ -266,6 +267,7 @@ class AbstractTree:
     spec: Structure
     leaves: tuple[AbstractLeaf, ...]
     computed: bool = False
+    repeats: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, value: Tree, grad: bool = False) -> AbstractTree:
@@ -306,6 +308,12 @@ class AbstractTree:
     def with_avals(self, fn: Callable[[Aval], Aval]) -> AbstractTree:
         """The same tree with ``fn`` of each aval."""
         return replace(self, leaves=tuple(fn(leaf) if isinstance(leaf, Aval) else leaf for leaf in self.leaves))
+
+    def handed_on(self) -> AbstractTree:
+        """The same tree as the input of what follows. The gradient of a repeated leaf is that of the earlier one."""
+        repeated = {leaf: self.avals[leaf]._replace(grad=False) for leaf, _ in self.repeats}
+        leaves = tuple(repeated.get(i, leaf) for i, leaf in enumerate(self.leaves))
+        return replace(self, leaves=leaves, computed=True)
 
     def on(self, device: torch.device) -> AbstractTree:
         """The same tree with its tensors on a device."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -95,6 +95,7 @@ def outputs_of(stage: Stage, signature: Signature) -> Outputs:
             groups = fake.inputs(signature)
             try:
                 with pure_on_fakes(stage.label):
+                    groups[1] = entering(signature.x, groups[1])
                     result = call(stage, signature, groups, copies)
             except RuntimeError as error:
                 if copies or not writes_into_leaf(error):
@@ -114,6 +115,9 @@ def outputs_from(stage: Stage, result: Result, copies: bool) -> Outputs:
     ys, y_spec = tree.flatten(result.y)
     _check_outputs(stage, ys, result.aux)
     y = AbstractTree.flat(y_spec, ys, [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in ys])
+    first: dict[int, int] = {}
+    places = ((j, first.setdefault(id(ys[j]), j)) for j in y.avals)
+    y = replace(y, repeats=tuple((j, i) for j, i in places if j != i))
     aux = None if result.aux is None else Aval.like(result.aux, result.aux.requires_grad)
     state = AbstractTree.of(result.state) if stage.state else None
     for leaf in () if state is None else state.leaves:
@@ -147,12 +151,16 @@ def entering(x: AbstractTree, leaves: Sequence[Any]) -> list[Any]:
     """The leaves of x as the function gets them.
 
     What another stage computed is no leaf of autograd in a run of the whole model, so it must not be one here: autocast
-    keeps its casts of leaves.
+    keeps its casts of leaves. A tensor that it returned twice is one tensor: the order in which the gradients of its
+    uses are added depends on that.
     """
     if not x.computed:
         return list(leaves)
     alias = torch.ops.aten.alias.default
-    return [alias(leaf) if i in x.wanted and leaf.requires_grad else leaf for i, leaf in enumerate(leaves)]
+    given = [alias(leaf) if i in x.wanted and leaf.requires_grad else leaf for i, leaf in enumerate(leaves)]
+    for leaf, first in x.repeats:
+        given[leaf] = given[first]
+    return given
 
 
 def stage_that_runs() -> str | None:
@@ -167,7 +175,8 @@ def call(stage: Stage, signature: Signature, groups: Sequence[Sequence[Any]], co
     try:
         with torch.enable_grad():
             if copies:
-                x = tree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, x)
+                clones = {id(leaf): leaf.clone() for leaf in groups[1] if isinstance(leaf, torch.Tensor)}
+                x = tree.tree_map(lambda leaf: clones.get(id(leaf), leaf), x)
             out = stage.fn(p, state, x, **side) if stage.state else stage.fn(p, x, **side)
     finally:
         _RUNS.reset(token)

@@ -193,7 +193,7 @@ def _with_stage(
             f"stage {stage} is on rank {ranks[0]}, which is in this process, but its parameters are missing; "
             "give params one entry per stage (pipe.place keeps those that are on this process)"
         )
-    x = replace(traced.interfaces[stage - 1].y, computed=True) if stage else traced.kind[0]
+    x = traced.interfaces[stage - 1].y.handed_on() if stage else traced.kind[0]
     trees = [params, x, traced.kind[2][stage], request.states[stage] or AbstractTree.of(None)]
     devices = dict.fromkeys(map(config.group.device, ranks))
     programs = {(stage, d): _programs(config.functions[stage], trees, d, stage, unused) for d in devices}
@@ -232,8 +232,10 @@ def _loss_programs(config: Config, request: Request, traced: _Traced) -> Program
     """The loss's programs. Every process traces them: what they return is then known everywhere."""
     assert config.loss is not None
     _, targets, sides = traced.kind
-    trees = [traced.output(), *targets]
-    x = AbstractTree(tree.together([t.spec for t in trees]), tuple(leaf for t in trees for leaf in t.leaves), True)
+    trees = [traced.output().handed_on(), *targets]
+    x = replace(
+        trees[0], spec=tree.together([t.spec for t in trees]), leaves=tuple(leaf for t in trees for leaf in t.leaves)
+    )
     stage = loss_stage(config.loss, request.has_aux)
     ranks = [r for r in request.schedule.placement.ranks_of(config.stages - 1) if r in config.group.here]
     device = config.group.device((ranks or config.group.here)[0])

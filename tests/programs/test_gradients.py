@@ -301,3 +301,28 @@ def test_recurrent_layers(kind: type[nn.Module], engine: Any, schedule: str):
         (loss(stage(live[1], stage(live[0], x)), t) / 2).backward()
     for found, plain in zip(grads, live, strict=True):
         assert all(leaf.grad is not None and torch.equal(found[name], leaf.grad) for name, leaf in plain.items())
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "ZBH1"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_leaf_that_is_returned_twice_has_the_bits_of_one_tensor(engine: Any, schedule: str):
+    """The gradients of its uses are added one after the other, as autograd does, and not leaf by leaf."""
+    twice = lambda p, x: (y := (x * p).sin(), y)
+    three = lambda p, x: (x[0] * p + x[1].exp() - x[0].cos() * x[1].tanh(), x[1], x[0])
+    last = lambda p, x: x[0] * p + x[1].exp() * x[2].sigmoid() - x[2].sin() + x[1].atan()
+    copies = lambda p, x: (x[0].add_(x[1]), x[1])  # both are one tensor
+    stages, params = (
+        [twice, three, last, twice, copies, lambda p, x: x[0] * p + x[1]],
+        [torch.rand(3) for _ in range(6)],
+    )
+    loss = lambda y, t: (y - t).square().mean()
+    pipe = fpipe.pipeline(stages[:3], schedule, loss=loss, microbatches=2, group=fpipe.local(3), engine=engine)
+    _, (grads, dx) = fpipe.value_and_grad(pipe, (0, 1))(params[:3], X, X)
+    expected, dx_expected = plainly(stages[:3], params[:3], loss, 2)
+    assert all(map(torch.equal, grads, expected))
+    assert torch.equal(dx, dx_expected)
+    pipe = fpipe.pipeline(stages[3:], schedule, microbatches=1, group=fpipe.local(3), engine=engine)
+    y: Any = X
+    for stage, p in zip(stages[3:], params[3:], strict=True):
+        y = stage(p, y)
+    assert torch.equal(pipe(params[3:], X), y)

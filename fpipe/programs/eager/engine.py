@@ -129,7 +129,7 @@ class _Engine:
             [_leaf(value, leaf, grad) for value, leaf in zip(group, abstract.leaves, strict=True)]
             for group, abstract in zip(groups[:3], self.signature, strict=False)
         ]
-        x = entering(self.signature.x, arguments[1]) if grad else arguments[1]
+        x = entering(self.signature.x, arguments[1])
         state = [t.clone() if isinstance(t, torch.Tensor) else t for t in groups[3]]
         hooks = RemovableHandle.next_id
         with under(self.autocast):
@@ -181,6 +181,9 @@ class _Engine:
                 raise self._differs(f"output {j}", "one that carries a gradient", "none that does")
             if j in self.facts.passed and value is not xs[self.facts.passed[j]]:
                 raise self._differs(f"output {j}", "a new tensor", f"its input {self.facts.passed[j]}, unchanged,")
+        for j, i in expected.y.repeats:
+            if ys[j] is not ys[i]:
+                raise self._differs(f"output {j}", "another tensor", f"output {i}")
         if expected.aux is not None and not _fits(result.aux, expected.aux):
             raise self._differs("its auxiliary loss", tree.describe([result.aux]), expected.aux)
         if expected.state is None:

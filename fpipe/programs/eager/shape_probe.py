@@ -85,7 +85,10 @@ def _for_any_path(facts: StageFacts, signature: Signature) -> StageFacts:
     """What holds whichever path a function takes: any floating output may carry a gradient, none is an input."""
     trained = bool(signature.params.wanted or signature.x.wanted)
     carrying = lambda aval: aval._replace(grad=trained and aval.differentiable)
-    y, aux = facts.outputs.y.with_avals(lambda aval: stored_in_full(carrying(aval))), facts.outputs.aux
+    y, aux = (
+        replace(facts.outputs.y, repeats=()).with_avals(lambda aval: stored_in_full(carrying(aval))),
+        facts.outputs.aux,
+    )
     outputs = replace(facts.outputs, y=y, aux=None if aux is None else carrying(aux))
     return replace(facts, outputs=outputs, passed={}, dx=None)
 
@@ -150,7 +153,7 @@ def _observed(
         if not changed[1]:
             break
     outputs = replace(outputs_from(stage, result, copies), unused=unused)
-    inputs = {id(leaf): i for i, leaf in enumerate(given[1])}
+    inputs = {id(leaf): i for i, leaf in reversed(list(enumerate(given[1])))}
     ys = tree.leaves(result.y)
     passed = {j: inputs[id(ys[j])] for j in outputs.y.avals if id(ys[j]) in inputs}
     real = (j for j in outputs.y.avals if create is fake.empty and not fake.is_fake(ys[j]))
