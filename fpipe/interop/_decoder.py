@@ -33,15 +33,30 @@ def decoder_of(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
     if not isinstance(inner, nn.Module) or not hasattr(model, "config"):
         raise StageError(
             f"{type(model).__name__} is no causal model of the transformers package; "
-            "fpipe.from_module cuts other modules"
+            f"{_inside(model) or 'fpipe.from_module cuts other modules'}"
         )
-    lists = [child for child in inner.children() if isinstance(child, nn.ModuleList) and len(child)]
+    lists = _layer_lists(inner)
     if len(lists) != 1:
         raise StageError(
-            f"{type(inner).__name__} has {len(lists)} lists of layers where a decoder has one; "
-            "write its stages as functions"
+            f"fpipe cannot split {type(model).__name__}: {type(inner).__name__} has {len(lists)} lists of layers where "
+            f"a decoder has one; {_inside(model) or 'write its stages as functions'}"
         )
     return inner, lists[0]
+
+
+def _layer_lists(inner: nn.Module) -> list[nn.ModuleList]:
+    return [child for child in inner.children() if isinstance(child, nn.ModuleList) and len(child)]
+
+
+def _inside(model: nn.Module) -> str:
+    """Advice to pass the causal model that a model contains, as those with adapters (PEFT) do; "" without one."""
+    for name, child in model.named_modules():
+        inner, head = getattr(child, "base_model", None), getattr(child, "get_output_embeddings", lambda: None)()
+        if not name or head is None or not isinstance(inner, nn.Module) or not hasattr(child, "config"):
+            continue
+        if len(_layer_lists(inner)) == 1:
+            return f"pass the {type(child).__name__} inside it, model.{name}"
+    return ""
 
 
 def is_rotary(module: nn.Module) -> bool:

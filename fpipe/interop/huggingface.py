@@ -20,6 +20,7 @@ from ..generators.balancing import estimate, spread
 from ..stage import Stage
 from ._decoder import DecoderPart, decoder_of, is_rotary, router_of, with_stand_ins
 from ._pure import claims, is_experts
+from ._verify import verify
 
 
 def stages(
@@ -32,6 +33,9 @@ def stages(
     and ``position_embeddings`` as side inputs, all of them optional and as the model's forward takes them (a mask
     of four axes, or a dict of them by layer type, is used as it is). Parameters keep the model's names; the stages know
     which are frozen or tied. Layers that the model checkpoints are recomputed in the backward.
+
+    The stages are compared with the model on four tokens, and a model whose stages would compute something else is
+    refused. A model on the device "meta" has no values to compare, which a warning says.
 
     Args:
         model: of the transformers package.
@@ -53,7 +57,9 @@ def stages(
     config, traced = _config(model, experts)
     if aux_loss is None:
         aux_loss = bool(getattr(model.config, "output_router_logits", False))
-    return _parts(model, spans, config, traced, aux_loss)
+    made, params = _parts(model, spans, config, traced, aux_loss)
+    verify(model, made, params, [high for _, high in spans], config)
+    return made, params
 
 
 def _parts(
@@ -67,8 +73,8 @@ def _parts(
     missing = {name for name, _ in model.named_parameters()} - {group for claim in owned for group in claim.groups}
     if missing:
         raise StageError(
-            f"no stage uses {min(missing)!r} of {type(model).__name__}; the layer list does not separate what comes "
-            "before from what comes after, so write its stages as functions"
+            f"fpipe cannot split {type(model).__name__}: no stage uses {min(missing)!r}, because the list of layers "
+            "does not separate what comes before from what comes after; write its stages as functions"
         )
     parts: list[Stage] = []
     for (low, high), module, claim in zip(spans, modules, owned, strict=True):

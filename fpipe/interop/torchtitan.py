@@ -22,6 +22,7 @@ from ..running.pipeline import Pipeline
 from ..running.pipeline import pipeline as _pipeline
 from ..schedule import Schedule
 from ..stage import Stage
+from ..tree import matches
 from ._pieces import pieces
 from ._pure import clone, is_experts
 from .modules import from_module
@@ -165,7 +166,8 @@ def _cut(model: nn.Module, parts: Sequence[Sequence[str]]) -> tuple[list[Stage],
         for name in part:
             if name not in order:
                 raise StageError(f"module_fqns_per_model_part[{stage}] names {name!r}, which forward never calls")
-    stages, params = from_module(model, [min(part, key=order.index) for part in parts[1:]], state=COUNTS)
+    counts = COUNTS if any(matches(name, COUNTS) for name, _ in model.named_buffers()) else ()
+    stages, params = from_module(model, [min(part, key=order.index) for part in parts[1:]], state=counts)
     for stage, (part, tensors) in enumerate(zip(parts, params, strict=True)):
         for name in tensors:
             if not any(name.startswith(f"{prefix}.") for prefix in part):

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("transformers")
 
 import fpipe
+import huggingface_survey
 from fpipe import tree
 from fpipe.interop import huggingface
 from fpipe.programs.tracing import trace
@@ -216,8 +217,71 @@ def test_mistakes(options: dict[str, Any], message: str):
         huggingface.stages(decoder("llama", layers=2), **options)
 
 
+@pytest.mark.parametrize("family", ["ctrl", "nanochat", "inkling_text", "zamba", "bloom", "nemotron_h", "reformer"])
+def test_a_family_that_stages_cannot_express_is_refused(family: str):
+    """They repeat what the model does once, leave out what it does between layers, or fail in its code."""
+    row = huggingface_survey.examine(family)
+    assert row.end == "refused", row
+    assert row.text.startswith("fpipe cannot split"), row
+
+
+@pytest.mark.parametrize("family", ["gptj", "olmo", "lfm2"])
+def test_a_family_is_equal_or_refused(family: str):
+    assert huggingface_survey.examine(family).end in ("equal", "refused")
+
+
+class Backwards(torch.nn.ModuleList):
+    """Layers that run in another order than they are registered."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return [*reversed(list(self))] if isinstance(index, slice) else super().__getitem__(index)
+
+
+def test_layers_that_run_in_another_order_are_refused():
+    model = decoder("llama", layers=4)
+    model.model.layers = Backwards(model.model.layers)
+    with pytest.raises(fpipe.StageError, match=r"cannot split LlamaForCausalLM: stage 0 \(LlamaForCausalLM\[0:2\]\)"):
+        huggingface.stages(model, 2)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_the_comparison_leaves_no_trace(family: str):
+    model = decoder(family, layers=2, train=True, attention_dropout=0.5)
+    hooks = [(m._forward_hooks.copy(), m._forward_pre_hooks.copy(), m.training) for m in model.modules()]
+    config, state = model.config.to_dict(), torch.get_rng_state()
+    stages, _ = huggingface.stages(model, 2)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [(m._forward_hooks, m._forward_pre_hooks, m.training) for m in model.modules()] == hooks
+    assert model.config.to_dict() == config
+    assert all(m.training for stage in stages for m in stage.fn.module.modules() if type(m).__name__ != "_Skip")
+
+
+def test_a_model_without_values_cannot_be_compared():
+    model = decoder("llama", layers=2).to("meta")
+    with pytest.warns(UserWarning, match="stages of LlamaForCausalLM were not compared with the model, because"):
+        stages, _ = huggingface.stages(model, 2)
+    assert len(stages) == 2
+
+
 def test_other_modules_are_sent_to_from_module():
     with pytest.raises(
         fpipe.StageError, match=r"Linear is no causal model of the transformers package; fpipe\.from_mod"
     ):
         huggingface.stages(torch.nn.Linear(2, 2), 1)
+
+
+def test_a_model_with_adapters_is_sent_to_the_one_inside():
+    """As PEFT wraps it: its base model is a tuner, which has the causal model as an attribute."""
+
+    class Tuner(torch.nn.Module):
+        def __init__(self, model: Any):
+            super().__init__()
+            self.model = model
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self, model: Any):
+            super().__init__()
+            self.base_model, self.config = Tuner(model), model.config
+
+    with pytest.raises(fpipe.StageError, match=r"pass the LlamaForCausalLM inside it, model\.base_model\.model"):
+        huggingface.stages(Wrapped(decoder("llama", layers=2)), 2)
