@@ -160,7 +160,7 @@ def address(tensor: torch.Tensor) -> int:
     >>> address(x) == address(x[2:]), address(x) == address(x.clone())
     (True, False)
     """
-    inner = next(parts(tensor), tensor)
+    inner = tensor if type(tensor) is torch.Tensor else next(parts(tensor), tensor)
     return inner.untyped_storage().data_ptr() if inner.layout is torch.strided else 0
 
 

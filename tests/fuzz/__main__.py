@@ -8,25 +8,16 @@ from collections import Counter
 from collections.abc import Iterator
 
 import click
-import torch
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from .cases import random_case
-from .engine import Outcome, run_case
-
-
-def _quiet() -> None:
-    torch.set_num_threads(1)
-
-
-def _one(seed: int) -> tuple[int, Outcome]:
-    return seed, run_case(seed)
+from .engine import Outcome, numbered, run_case, start
 
 
 def _outcomes(first: int, count: int, seconds: float, jobs: int) -> Iterator[tuple[int, Outcome]]:
     end = time.monotonic() + seconds
-    with multiprocessing.get_context("spawn").Pool(jobs, _quiet, maxtasksperchild=500) as pool:
-        for found in pool.imap_unordered(_one, range(first, first + count), chunksize=8):
+    with multiprocessing.get_context("spawn").Pool(jobs, start, maxtasksperchild=500) as pool:
+        for found in pool.imap_unordered(numbered, range(first, first + count), chunksize=8):
             yield found
             if time.monotonic() > end:
                 pool.terminate()

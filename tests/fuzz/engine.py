@@ -146,3 +146,14 @@ def _parts(y: Any, call: Call) -> list[Any]:
 def _joined(parts: list[Any]) -> Any:
     join = lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0]
     return optree.tree_map(join, *parts, namespace="fpipe")
+
+
+# ---- processes of a pool, which import this module but not that of ``python -m tests.fuzz`` -------------------------
+def start() -> None:
+    """Compute with one thread."""
+    torch.set_num_threads(1)
+
+
+def numbered(seed: int) -> tuple[int, Outcome]:
+    """The outcome of a case with its number."""
+    return seed, run_case(seed)
