@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import (
     _get_default_store,
     _resolve_process_group,  # pyright: ignore[reportPrivateImportUsage]
+    _set_pg_timeout,
 )
 
 Store: TypeAlias = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # the documentation names it so
@@ -36,6 +37,11 @@ def connection(store: Store, timeout: timedelta) -> Store:
     except (RuntimeError, NotImplementedError):  # a store in memory
         pass
     return store
+
+
+def set_timeout(pg: dist.ProcessGroup, seconds: float) -> None:
+    """The time-out of a process group for operations that are started from now on."""
+    _set_pg_timeout(timedelta(seconds=seconds), pg)
 
 
 def gather_members(name: str, obj: Any) -> list[Any] | None:

@@ -48,6 +48,14 @@ def of_group(pg: dist.ProcessGroup, purpose: str, seconds: float) -> tuple[Bound
     return BoundedStore(prefixed(f"{name}/{nth}", store), seconds), nth
 
 
+def host() -> tuple[str, int | None]:
+    """Who hosts the store of the job, as text, and its global rank if it is a rank."""
+    address = f"{os.environ.get('MASTER_ADDR', 'an unknown host')}:{os.environ.get('MASTER_PORT', '?')}"
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return f"the launcher at {address}", None
+    return f"rank 0 at {address}", 0
+
+
 class BoundedStore:
     """The calls of a store that fpipe uses, each with a bound.
 

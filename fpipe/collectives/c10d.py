@@ -69,8 +69,9 @@ class C10dGroup(Group):
         #: The process group of messages to lower ranks.
         self._back = pg if self.can.habit("crossed") or self.size == 1 else _twin(pg)
         store, nth = of_group(pg, purpose, timeout)
-        self._monitor = FaultMonitor(store, self.rank, self.size, timeout)
-        self._agreement = Agreement(store, self._monitor, dist.get_process_group_ranks(pg), nth)
+        names = dist.get_process_group_ranks(pg)
+        self._monitor = FaultMonitor(store, self.rank, self.size, timeout, names)
+        self._agreement = Agreement(store, self._monitor, names, nth)
         self._rendezvous = Rendezvous(store, self._monitor, self._agreement.check)
         self._sent: list[deque[Pending]] = [deque() for _ in range(self.size)]
         self._unposted: list[deque[Callable[[], None]]] = [deque() for _ in range(self.size)]

@@ -11,13 +11,15 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 from ..errors import FpipeError, GroupError, MismatchError, PeerError, StalledError
-from .bounded import BoundedStore
+from .bounded import BoundedStore, host
 from .journal import BEAT, Entry, Journal
+from .watchdog import GRACE, give_up
 
 _LATE = ("timed out", "timeout", "time out")
 #: The failure that a rank publishes while it searches for the cause of its own.
@@ -35,10 +37,14 @@ class _Trail(NamedTuple):
 
 
 class FaultMonitor:
-    """One rank's view of the others' failures; remembers the first error of its group."""
+    """One rank's view of the others' failures; remembers the first error of its group.
 
-    def __init__(self, store: BoundedStore, rank: int, size: int, timeout: float):
+    ``names`` are the global ranks of the group's ranks. Messages contain them, as the output of torchrun does.
+    """
+
+    def __init__(self, store: BoundedStore, rank: int, size: int, timeout: float, names: Sequence[int] | None = None):
         self.rank, self.size, self.timeout = rank, size, timeout
+        self.names = range(size) if names is None else names
         self.journal = Journal(store, rank)
         self.broken: GroupError | None = None
 
@@ -54,14 +60,23 @@ class FaultMonitor:
     def waiting(self, peer: int | None, doing: str) -> Iterator[None]:
         """Publish that this rank waits for a peer (None: for all); a RuntimeError of the backend is diagnosed."""
         start = time.monotonic()
-        self.journal.peer = peer
+        journal = self.journal
+        journal.peer = peer
+        journal.watch(start + self.timeout + GRACE, partial(self._expired, peer, doing, start))
         try:
             yield
         except FpipeError:
             raise
         except RuntimeError as error:
+            journal.relax()
             raise self.diagnose(error, peer, doing, time.monotonic() - start) from error
-        self.journal.peer = None
+        finally:
+            journal.relax()
+        journal.peer = None
+
+    def _expired(self, peer: int | None, doing: str, start: float) -> None:
+        """In the thread of the journal: the backend has not ended a wait at its time-out."""
+        give_up(self.diagnose(RuntimeError("timed out"), peer, doing, time.monotonic() - start))
 
     def diagnose(self, error: BaseException, peer: int | None, doing: str, seconds: float = 0.0) -> GroupError:
         """The error to raise for a backend's error; the group raises it again from now on."""
@@ -75,10 +90,11 @@ class FaultMonitor:
         if mismatch:
             self.broken = MismatchError(mismatch)
             return self.broken
-        advice = f"Look at rank {trail.suspect} first"
-        first = f"{trail.text}. {advice}" if trail.suspect is not None else "Look at every rank's own output"
-        whom = "all ranks" if peer is None else f"rank {peer}"
-        me = f"rank {self.rank}{_at(self.journal.text)}"
+        if self.journal.lost and not trail.sure:
+            trail = self._without_store(trail)
+        first = f"{trail.text}. {self._advice(trail.suspect)}"
+        whom = "all ranks" if peer is None else self._name(peer)
+        me = f"{self._name(self.rank)}{_at(self.journal.text)}"
         if late:
             self.broken = StalledError(
                 f"{me} waited {seconds:.1f} s {doing} {whom}, longer than timeout={self.timeout:g}. "
@@ -117,9 +133,27 @@ class FaultMonitor:
         trail = self._trail_from(peer, lost, silent)
         if not trail.sure and silent and trail.suspect not in silent:  # a rank that waits for all names no peer
             suspect = min(silent)
-            state = _state(self.journal.last(suspect), gone=False, silent=True)
-            return trail._replace(text=f"{trail.text}; rank {suspect} {state}", suspect=suspect)
+            state = self._state(self.journal.last(suspect), gone=False, silent=True)
+            return trail._replace(text=f"{trail.text}; {self._name(suspect)} {state}", suspect=suspect)
         return trail
+
+    def _without_store(self, trail: _Trail) -> _Trail:
+        """Where the store does not answer either, its host is the first suspect."""
+        name, rank = host()
+        parts = [part for part in (trail.text, f"the store of the job does not answer ({name} hosts it)") if part]
+        other = rank is not None and rank in self.names and rank != self.names[self.rank]
+        return _joined(parts, self.names.index(rank) if other else trail.suspect, sure=False)
+
+    def _name(self, rank: int) -> str:
+        return f"rank {self.names[rank]}"
+
+    def _advice(self, suspect: int | None) -> str:
+        """Which process to examine, with its host and number."""
+        if suspect is None:
+            return "Look at the output of every rank"
+        entry = self.journal.failure(suspect) or self.journal.last(suspect)
+        where = f" ({entry.where})" if entry is not None and entry.where else ""
+        return f"Look at {self._name(suspect)}{where} first"
 
     def _trail_from(self, peer: int | None, lost: bool, silent: frozenset[int]) -> _Trail:
         """From a peer; where all ranks were waited for, the shortest one to the suspect of most of the others."""
@@ -147,24 +181,37 @@ class FaultMonitor:
             failure, last = self._report(rank, gone), self.journal.last(rank)
             seen.add(rank)
             if failure is not None and failure.peer is None:
-                parts.append(f"rank {rank}{_at(failure.note)} raised {failure.failure}")
+                parts.append(f"{self._name(rank)}{_at(failure.note)} raised {failure.failure}")
                 return _joined(parts, rank, True)
             entry = failure or last
             if failure is None and (gone or rank in silent):
                 entry = None
             if entry is None or entry.peer is None or (failure is None and entry.peer in seen):
-                parts.append(f"rank {rank} {_state(last, gone, rank in silent)}")
+                parts.append(f"{self._name(rank)} {self._state(last, gone, rank in silent)}")
                 return _joined(parts, rank, gone)
             gone = failure is not None and failure.lost
-            parts.append(f"rank {rank}{_at(entry.note)} {'lost' if gone else 'waits for'} rank {entry.peer}")
+            parts.append(
+                f"{self._name(rank)}{_at(entry.note)} {'lost' if gone else 'waits for'} {self._name(entry.peer)}"
+            )
             if entry.peer in seen:
                 break
             rank = entry.peer
         if gone and entry.peer != self.rank and self._report(entry.peer, True) is None:  # lost without a report
             rank = entry.peer
-            parts.append(f"rank {rank} {_state(self.journal.last(rank), gone=True, silent=False)}")
+            parts.append(f"{self._name(rank)} {self._state(self.journal.last(rank), gone=True, silent=False)}")
         # Of ranks that wait in a circle, each past its time-out, the last one is not the cause.
         return _joined(parts, rank, gone)
+
+    def _state(self, last: Entry | None, gone: bool, silent: bool) -> str:
+        if last is None:
+            return "is gone, and left no journal entry" if gone else "has no journal entry yet"
+        if gone:
+            what = "is gone"
+        elif silent:
+            what = "does not answer"
+        else:
+            what = "waits for no rank" if last.peer is None else f"waits for {self._name(last.peer)}"
+        return f"{what}, and its last known action was {last.note or '(none)'}, {last.ago}"
 
     def _report(self, rank: int, gone: bool) -> Entry | None:
         """How a rank failed. A backend may close a connection before the rank has reported, or while it searches for
@@ -178,21 +225,9 @@ class FaultMonitor:
             time.sleep(0.05)
 
 
-def _joined(parts: list[str], suspect: int, sure: bool) -> _Trail:
+def _joined(parts: list[str], suspect: int | None, sure: bool) -> _Trail:
     text = "; ".join(parts)
     return _Trail(text[0].upper() + text[1:], suspect, sure)
-
-
-def _state(last: Entry | None, gone: bool, silent: bool) -> str:
-    if last is None:
-        return "is gone, and left no journal entry" if gone else "has no journal entry yet"
-    if gone:
-        what = "is gone"
-    elif silent:
-        what = "does not answer"
-    else:
-        what = "waits for no rank" if last.peer is None else f"waits for rank {last.peer}"
-    return f"{what}, and its last known action was {last.note or '(none)'}, {last.ago}"
 
 
 def _at(note: str) -> str:

@@ -9,6 +9,8 @@ fail: errors of the store are ignored. This module must not know messages.
 from __future__ import annotations
 
 import json
+import os
+import socket
 import threading
 import time
 import weakref
@@ -16,7 +18,7 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from ..errors import GroupError
-from .bounded import BoundedStore
+from .bounded import BoundedStore, StoreLostError
 
 EVERY = 0.1
 BEAT = 1.0
@@ -27,7 +29,7 @@ T = TypeVar("T")
 class Entry(NamedTuple):
     """The state of a rank: its action since ``when``, the rank it waits for, its failure, and the writes so far.
 
-    ``lost``: the failure is a broken connection to ``peer``.
+    ``lost``: the failure is a broken connection to ``peer``. ``where``: the process and its host.
     """
 
     when: float
@@ -36,6 +38,7 @@ class Entry(NamedTuple):
     failure: str = ""
     lost: bool = False
     beat: int = 0
+    where: str = ""
 
     @property
     def ago(self) -> str:
@@ -58,9 +61,11 @@ class Journal:
     def __init__(self, store: BoundedStore, rank: int):
         self.text = ""
         self.peer: int | None = None
-        self._rank = rank
+        self._rank, self._where = rank, f"process {os.getpid()} on {socket.gethostname()}"
         self._entry, self._written = Entry(0.0, ""), 0.0
         self._store = store.bounded(_PATIENCE, _PAUSE)
+        self._gone = False
+        self._watched: tuple[float, Callable[[], object]] | None = None
         self._lock = threading.RLock()
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
@@ -69,18 +74,38 @@ class Journal:
         """Record the newest action; the thread writes it."""
         self.text = text
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=_keep_writing, args=(weakref.ref(self), self._end), name="fpipe-journal", daemon=True
-            )
-            self._thread.start()
-            weakref.finalize(self, _stop, self._thread, self._end)
+            self._start()
+
+    def watch(self, deadline: float, expired: Callable[[], object]) -> None:
+        """Call a function in the thread if the time passes before :meth:`relax`."""
+        self._watched = (deadline, expired)
+        if self._thread is None:
+            self._start()
+
+    def relax(self) -> None:
+        """End :meth:`watch`."""
+        self._watched = None
+
+    def tick(self) -> None:
+        """One round of the thread."""
+        self.write()
+        watched = self._watched
+        if watched is not None and time.monotonic() > watched[0]:
+            watched[1]()
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(
+            target=_keep_writing, args=(weakref.ref(self), self._end), name="fpipe-journal", daemon=True
+        )
+        self._thread.start()
+        weakref.finalize(self, _stop, self._thread, self._end)
 
     def write(self) -> None:
         """Write changes now, and a sign of life if the last one is old."""
         with self._lock:
             last, text, peer, now = self._entry, self.text, self.peer, time.time()
             if (text, peer) != (last.note, last.peer):
-                last = Entry(now, text, peer, beat=last.beat)
+                last = Entry(now, text, peer, beat=last.beat, where=self._where)
             elif now - self._written < BEAT:
                 return
             self._written, self._entry = now, last._replace(beat=last.beat + 1)
@@ -88,7 +113,7 @@ class Journal:
 
     def failed(self, text: str, peer: int | None = None, lost: bool = False) -> None:
         """Publish this rank's failure now, with the peer that it waited for and whether the connection broke."""
-        self._set("failed", Entry(time.time(), self.text, peer, text, lost))
+        self._set("failed", Entry(time.time(), self.text, peer, text, lost, where=self._where))
 
     def last(self, rank: int) -> Entry | None:
         """The newest entry of a rank."""
@@ -97,6 +122,11 @@ class Journal:
     def failure(self, rank: int) -> Entry | None:
         """The failure of a rank."""
         return self._get(f"failed/{rank}")
+
+    @property
+    def lost(self) -> bool:
+        """Whether the store cannot be reached."""
+        return self._gone or self._store.lost
 
     def close(self) -> None:
         """End the thread."""
@@ -112,8 +142,11 @@ class Journal:
     def _use(self, call: Callable[[BoundedStore], T]) -> T | None:
         with self._lock:
             try:
-                return call(self._store)
-            except (RuntimeError, GroupError):  # the process of the store is gone or stopped, or another one writes
+                return None if self._gone else call(self._store)
+            except (StoreLostError, GroupError):  # the process of the store is stopped, or another one writes
+                return None
+            except RuntimeError:  # the process of the store is gone: a further call would only print a warning
+                self._gone = True
                 return None
 
 
@@ -123,7 +156,7 @@ def _keep_writing(journal: weakref.ref[Journal], end: threading.Event) -> None:
         current = journal()
         if current is None:
             return
-        current.write()
+        current.tick()
         del current
         end.wait(EVERY)
 

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from ..devices import kind, pick
 from ..errors import GroupError
+from ._store import prefixed, set_timeout
+from .bounded import BoundedStore, host
 from .c10d import C10dGroup
 from .capabilities import Capabilities
 from .local import LocalGroup, check_ranks, local
+from .watchdog import ends
 
 TIMEOUT = 300.0
 
@@ -30,6 +35,15 @@ class MeshGroup(C10dGroup):
         self.mesh = mesh
         self.dp, self.tp = (C10dGroup(mesh.get_group(axis), device, timeout, purpose=axis) for axis in ("dp", "tp"))
         super().__init__(mesh.get_group("pp"), device, timeout)
+        for axis in mesh.mesh_dim_names or ():
+            pg = mesh.get_group(axis)
+            if pg is not dist.group.WORLD:  # some calls of backends ignore the time-out of their wait
+                set_timeout(pg, timeout)
+
+    def close(self) -> None:
+        """End the threads of all axes."""
+        for group in (self.dp, self.tp, super()):
+            group.close()
 
 
 def init(
@@ -62,11 +76,14 @@ def init(
     key = (pp, dp, tp, picked, dist.group.WORLD)
     group = _GROUPS.get(key)
     if group is None or (requested is not None and group.timeout != seconds):
-        _GROUPS.clear()  # of a destroyed process group, or of another shape
+        for old in _GROUPS.values():  # of a destroyed process group, or of another shape
+            old.close()
+        _GROUPS.clear()
         # Neighbouring ranks of the last axis are close to each other. Pipelines communicate least, copies of a stage
         # more, and processes that share a stage most.
-        mesh = init_device_mesh(picked.type, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
-        group = _GROUPS[key] = MeshGroup(mesh, picked, seconds)
+        with ends(seconds, f"the processes did not connect within {seconds:g} s; look for a rank that has not started"):
+            mesh = init_device_mesh(picked.type, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+            group = _GROUPS[key] = MeshGroup(mesh, picked, seconds)
     return group
 
 
@@ -100,12 +117,37 @@ def _start(device: torch.device, backend: str | None, seconds: float) -> None:
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
     try:
-        dist.init_process_group(backend or kind(device.type).backends, timeout=timedelta(seconds=seconds))
+        with ends(seconds, f"the processes did not meet within {seconds:g} s; look at {host()[0]} first"):
+            store, rank, size = _meet(seconds)
+            dist.init_process_group(
+                backend or kind(device.type).backends, timeout=timedelta(seconds=seconds), store=store, rank=rank,
+                world_size=size,
+            )  # fmt: skip
     except (RuntimeError, ValueError) as error:
         raise GroupError(
-            f"the processes could not meet ({error}); check RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which "
-            f"torchrun sets, and that backend={backend or kind(device.type).backends!r} is in this build of torch"
+            f"the processes could not meet at the store of the job, which {host()[0]} hosts ({error}); check RANK, "
+            f"WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets, and that "
+            f"backend={backend or kind(device.type).backends!r} is in this build of torch"
         ) from error
+
+
+#: The latest store, rank and size, by the address at which the processes meet.
+_MET: dict[tuple[str | None, ...], tuple[Any, int, int]] = {}
+
+
+def _meet(seconds: float) -> tuple[Any, int, int]:
+    """The store with a prefix for this process group, the rank and the size, of the environment variables of torchrun.
+
+    Process groups of one job have the same names after ``destroy_process_group``. With one prefix, a backend would read
+    the addresses of the ones before.
+    """
+    address = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")))
+    if address not in _MET:
+        _MET.clear()
+        _MET[address] = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
+    store, rank, size = _MET[address]
+    nth = BoundedStore(store, seconds).add(f"fpipe/init/{rank}", 1)
+    return prefixed(f"fpipe/init/{nth}", store), rank, size
 
 
 def _shape(pp: int | None, dp: int, tp: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import stopped_host
 from fpipe.collectives.bounded import SECRET, BoundedStore, StoreLostError
+from fpipe.collectives.shared_memory import SWITCH
 from fpipe.command.outcome import store as launcher_store
 from fpipe.errors import GroupError
 
@@ -84,3 +87,29 @@ def test_the_launcher_listens_on_one_address():
     ]
     listening = [fields[1] for fields in lines if fields[1].endswith(port) and fields[3] == "0A"]
     assert listening == [f"0100007F{port}"]
+
+
+@pytest.mark.parametrize("moment", ["start", "handshake", "step", "barrier"])
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_survivors_end_when_the_host_of_the_store_is_stopped(moment: str, shared: str):
+    """With env:// they waited for ever: the error was known, and the store was asked for its cause."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3", SWITCH: shared}
+    command = [sys.executable, stopped_host.__file__, moment]
+    ranks = [
+        subprocess.Popen(command, env=env | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True) for rank in range(3)
+    ]
+    try:
+        for rank in ranks[1:]:
+            assert rank.stderr is not None
+            text = rank.communicate(timeout=60)[1].strip().splitlines()[-1]
+            assert rank.returncode == 1
+            assert "Error: " in text, text
+            assert "rank 0" in text, text
+            if text[0].isdigit():
+                assert float(text.split()[0]) < stopped_host.TIMEOUT + 5, text
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()

@@ -95,7 +95,7 @@ def test_every_survivor_is_told(tmp_path: Path, how: str, raised: type[Exception
         assert f"rank {rank} ({rank}F6" in text
         assert f"for a message from rank {before}" in text
         assert re.search(end, text), text
-        assert "Look at rank 2 first" in text
+        assert re.search(r"Look at rank 2( \(process \d+ on \S+\))? first", text), text
 
 
 def _mismatch() -> tuple[bool, list[float]]:

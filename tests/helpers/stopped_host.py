@@ -1,0 +1,46 @@
+"""One rank of a job of three under env://, of which rank 0 hosts the store and is stopped at a moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+
+import fpipe
+
+TIMEOUT = 3.0
+
+
+def layer(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ p)
+
+
+def main(moment: str) -> None:
+    rank = int(os.environ["RANK"])
+    stop = lambda now: os.kill(os.getpid(), signal.SIGSTOP) if rank == 0 and now == moment else None
+    stop("start")
+    start = time.monotonic()
+    try:
+        group = fpipe.init(device="cpu", timeout=TIMEOUT)
+        stop("handshake")
+        pipe = fpipe.pipeline([layer] * 3, "1F1B", loss=lambda y: y.sum(), microbatches=2, group=group)
+        params = pipe.place([torch.eye(4)] * 3)
+        step = fpipe.value_and_grad(pipe)
+        start = time.monotonic()
+        step(params, torch.ones(4, 4))
+        stop("step")
+        start = time.monotonic()
+        step(params, torch.ones(4, 4))
+        stop("barrier")
+        start = time.monotonic()
+        group.barrier()
+    except fpipe.FpipeError as error:
+        print(f"{time.monotonic() - start:.1f} {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
