@@ -141,8 +141,9 @@ class FaultMonitor:
         """Where the store does not answer either, its host is the first suspect."""
         name, rank = host()
         parts = [part for part in (trail.text, f"the store of the job does not answer ({name} hosts it)") if part]
-        other = rank is not None and rank in self.names and rank != self.names[self.rank]
-        return _joined(parts, self.names.index(rank) if other else trail.suspect, sure=False)
+        if rank is None or rank not in self.names or rank == self.names[self.rank]:
+            return _joined(parts, trail.suspect, sure=False)
+        return _joined(parts, self.names.index(rank), sure=False)
 
     def _name(self, rank: int) -> str:
         return f"rank {self.names[rank]}"
