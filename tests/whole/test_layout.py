@@ -70,7 +70,7 @@ TORCH_FREE = {name for name, entry in PACKAGES.items() if entry.must_not_know ==
 
 #: The files that may use private names of torch, or of another library, and which names.
 PRIVATE_TORCH = {
-    "collectives._store": {"_get_default_store", "_resolve_process_group"},
+    "collectives._store": {"_get_default_store", "_resolve_process_group", "_set_pg_timeout"},
     "collectives.ops": {"_c10d_functional"},
     "interop._pure": {"_buffers", "_disable_current_modes", "_modules", "_parameters", "_python_dispatch"},
     "interop.fsdp": {"_version"},
