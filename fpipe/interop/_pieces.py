@@ -12,17 +12,22 @@ import ast
 import inspect
 import linecache
 import operator
+import traceback
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
+from os.path import dirname, sep
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import fx, nn
+from torch.fx.immutable_collections import immutable_dict
 from torch.fx.node import map_arg
 from torch.fx.proxy import TraceError
 
+from .. import tree
 from ..errors import StageError
 
 #: Functions that make a tensor out of sizes: by itself fx does not record a call of them with proxies.
@@ -182,9 +187,9 @@ def _forward_graph(module: nn.Module, cuts: Sequence[str], side: Sequence[str]) 
         graph = _Tracer(cuts).trace(module, concrete_args=fixed)
     except _TRACE_ERRORS as error:
         raise StageError(
-            f"the forward of {type(module).__name__} cannot be read as a chain of its submodules ({error}); keep what "
-            "depends on values inside submodules, or write the stages as functions "
-            "(fpipe.interop.huggingface.stages cuts transformers models)"
+            f"the forward of {type(module).__name__} cannot be read as a chain of its submodules: {_reason(error)}. "
+            "Keep what depends on values inside submodules, or write the stages as functions "
+            "(fpipe.interop.huggingface.stages cuts causal models of the transformers package)"
         ) from error
     for node in graph.nodes:
         if node.target in _FACTORIES:  # a graph's code finds functions of torch without torch.fx.wrap
@@ -193,6 +198,18 @@ def _forward_graph(module: nn.Module, cuts: Sequence[str], side: Sequence[str]) 
         if str(node.target).lstrip("*") in fixed or str(node.target).startswith("*"):
             _remove(graph, node)
     return graph
+
+
+def _reason(error: Exception) -> str:
+    """Why a forward cannot be recorded, by the line of it that fails on values that are not known."""
+    inside = (f"{dirname(fx.__file__)}{sep}", __file__)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(inside)]
+    if not frames:  # torch.fx failed to call it at all
+        return "a decorator hides its arguments, or it takes them as *args"
+    at = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})"
+    if isinstance(error, TraceError):
+        return f"a value decides what it computes, at {at}"
+    return f"it needs a value that is known only when it runs, at {at}"
 
 
 def _remove(graph: fx.Graph, node: fx.Node) -> None:
@@ -215,12 +232,41 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name not in self.traced
 
+    def create_arg(self, a: Any) -> Any:
+        """A mapping of another class than dict, as transformers' ModelOutput, keeps its class."""
+        if isinstance(a, dict) and type(a) not in (dict, immutable_dict):
+            _as_node(type(a))
+            items = {name: super(_Tracer, self).create_arg(value) for name, value in a.items()}
+            return self.create_node("call_function", type(a), (), items)
+        return super().create_arg(a)
+
     def to_bool(self, obj: fx.Proxy) -> bool:
         frame = inspect.currentframe()
         while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.fx", __name__)):
             frame = frame.f_back
         value = None if frame is None else _passing_value(frame)
         return super().to_bool(obj) if value is None else value
+
+
+def _as_node(cls: type[dict]) -> None:
+    """Make a subclass of dict a node of trees, with its values as children, if it is none.
+
+    >>> class Output(dict): ...
+    >>> _as_node(Output), tree.leaves(Output(y=2))
+    (None, [2])
+    """
+
+    def parts(node: Any) -> tuple[Any, ...]:
+        return tuple(node.values()), tuple(node), tuple(node)
+
+    def rebuild(keys: Any, children: Any) -> Any:
+        node = cls.__new__(cls)  # and not __init__, which may look at the values
+        for key, child in zip(keys, children, strict=True):
+            node[key] = child
+        return node
+
+    if not optree.register_pytree_node.get(cls, namespace=tree.NAMESPACE):
+        optree.register_pytree_node(cls, parts, rebuild, namespace=tree.NAMESPACE)
 
 
 # ---- checks in a forward ---------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os.path import dirname, sep
 
@@ -18,20 +18,35 @@ _UNTRACEABLE = (
     ".numpy()", "symbolically trace", "fake impl", "data pointer", "meta kernel", "meta tensors", "inputs of bf16",
 )  # fmt: skip
 
+#: Parts of torch's messages about code that reads values, also from C++.
+_DATA = ("data-dependent", "data dependent", "its data is not allocated")
+#: How to run a stage that cannot be traced, also where the caller did not write its function.
+EAGERLY = (
+    'run it on autograd, with engine="eager" for the pipeline or for the stage: fpipe.Stage(fn, engine="eager"), or '
+    'dataclasses.replace(stage, engine="eager") for one from from_module or huggingface.stages'
+)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; torch adds advice for those who write kernels.
+
+    >>> first_line(ValueError("no\\nuse torch.library"))
+    'no'
+    """
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
 
 def explain(error: Exception, label: str, shapes: str) -> TraceError | ActionError:
     """The exception to raise for an error in a stage function that ran on fake tensors of these shapes."""
     place = where(error)
     text = str(error).lower()
-    if isinstance(error, DATA_DEPENDENT) or "data-dependent" in text or "data dependent" in text:
+    if isinstance(error, DATA_DEPENDENT) or any(part in text for part in _DATA):
         return TraceError(
             f"stage {label} {shapes} depends on data{place}: a value decides what is computed or of which shape, "
-            'so it has no straight-line program; use fpipe.Stage(fn, engine="eager") for it'
+            f"so it has no straight-line program; {EAGERLY}"
         )
     if isinstance(error, NO_FAKE) or any(part in text for part in _UNTRACEABLE):
-        return TraceError(
-            f'stage {label} {shapes} cannot be traced{place}: {error}; use fpipe.Stage(fn, engine="eager") for it'
-        )
+        return TraceError(f"stage {label} {shapes} cannot be traced{place}: {first_line(error)}; {EAGERLY}")
     return ActionError(f"stage {label} {shapes} raised {type(error).__name__}{place}: {error}")
 
 
@@ -54,6 +69,14 @@ def where(error: BaseException) -> str:
     inside = (*(path + sep for path in libraries), "<fpipe")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(inside)]
     return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
+
+
+def sparse_gradient_error(label: str, shape: Sequence[int]) -> TraceError:
+    """The error for a function whose gradient of a parameter is a sparse tensor."""
+    return TraceError(
+        f"stage {label} has a sparse gradient of shape {list(shape)}, and gradients are added and sent as dense "
+        "tensors; leave sparse=True out of its embedding"
+    )
 
 
 def write_error(what: str) -> TraceError:

@@ -30,7 +30,7 @@ from ..tree import AbstractTree, Aval, Static, Tree
 from . import fake
 from .autocast import ambient, caching, without_autocast
 from .eager.engine import eager_programs
-from .explain import explained, other_parameters_error
+from .explain import EAGERLY, explained, other_parameters_error, sparse_gradient_error
 from .graphs import Held, annotation, constants, dense, draws, memory, normalize, value_of
 from .losses import LossCall
 from .marks import collecting, followed
@@ -148,8 +148,8 @@ def _trace(stage: Stage, signature: Signature, unused: frozenset[int]) -> Progra
     for aval in (aval for argument in signature for aval in argument.avals.values()):
         if aval.kind is not None:
             raise TraceError(
-                f"stage {stage.label} is given a {aval}, and tensors that contain tensors cannot be traced; run it "
-                'with fpipe.Stage(fn, engine="eager"), or give it the local tensors'
+                f"stage {stage.label} is given a {aval}, and tensors that contain tensors cannot be traced; give it "
+                f"the local tensors, or {EAGERLY}"
             )
     # A trace is cached for all callers, so none of their modes may be in it.
     with explained(stage.label, str(signature)), torch.inference_mode(False), torch.enable_grad():
@@ -185,6 +185,9 @@ def _joint_graph(stage: Stage, signature: Signature, outputs: Outputs) -> fx.Gra
             # A checkpoint computes again what functional_call computed, but with the module's parameters.
             with without_autocast(), followed(live, marks), pure_on_fakes(stage.label, other_parameters_error):
                 grads = torch.autograd.grad(live, wrt, flat[len(slots) :], allow_unused=True)
+        for grad in grads:
+            if grad is not None and grad.layout is not torch.strided:
+                raise sparse_gradient_error(stage.label, grad.shape)
         return (*ends, *tree.leaves(result.state), *grads)
 
     with mode:  # tensors that the function creates (arange, zeros, ...) must be fake, too

@@ -263,6 +263,11 @@ def test_a_model_without_values_cannot_be_compared():
     assert len(stages) == 2
 
 
+def test_from_module_shows_no_internals_of_torch():
+    with pytest.raises(fpipe.StageError, match=r"submodules: a decorator hides its arguments.*huggingface.stages"):
+        fpipe.from_module(decoder("llama", layers=2), cuts=["model.layers.1"])
+
+
 def test_other_modules_are_sent_to_from_module():
     with pytest.raises(
         fpipe.StageError, match=r"Linear is no causal model of the transformers package; fpipe\.from_mod"

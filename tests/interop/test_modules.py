@@ -328,3 +328,38 @@ def test_to_module_gathers_statistics():
         return torch.equal(model[1].running_mean, torch.full((2,), 3.0))
 
     assert fpipe.testing.run(work, ranks=2) == [True, True]
+
+
+# ---- what other libraries do -------------------------------------------------------------------------------------
+class Output(dict):
+    """A mapping with attributes, as transformers' ModelOutput."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class WithOutput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Output:
+        h = self.a(x)
+        return Output(y=self.b(h), hidden=(h,))
+
+
+def test_a_model_output_keeps_its_class():
+    stages, params = fpipe.from_module(model := WithOutput(), cuts=["b"])
+    x = torch.randn(4, 2)
+    pipe = fpipe.pipeline(stages, microbatches=2, group=fpipe.local(2))
+    y = pipe(params, x)
+    assert type(y) is Output
+    torch.testing.assert_close((y.y, y.hidden[0]), (model(x).y, model(x).hidden[0]))
+    pipe = fpipe.pipeline(stages, loss=lambda y: y.y.sum() + y.hidden[0].sum(), microbatches=2, group=fpipe.local(2))
+    loss, _ = fpipe.value_and_grad(pipe)(params, x)
+    torch.testing.assert_close(loss, (model(x).y.sum() + model(x).hidden[0].sum()).detach() / 2)
+
+
+def test_a_forward_that_cannot_be_read_shows_no_internals():
+    with pytest.raises(fpipe.StageError, match=r"a value decides what it computes, at .*test_modules\.py:\d+"):
+        fpipe.from_module(nn.Sequential(Chooser(), nn.Linear(2, 2)), cuts=["0.never"])

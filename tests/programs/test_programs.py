@@ -431,6 +431,7 @@ REFUSED = {
     "tolist": lambda p, x: sum(x.detach().tolist()[0]) * p,
     "numpy": lambda p, x: torch.from_numpy(x.detach().numpy()) @ p,
     "unique": lambda p, x: torch.unique(x) + p.sum(),
+    "split": lambda p, x: torch.tensor_split(x @ p, torch.tensor([1]))[0],
 }
 
 
@@ -444,6 +445,14 @@ def test_what_depends_on_data_is_refused(name: str):
     assert f"{__file__}:{line}" in str(caught.value)
     assert "float32[2, 3]" in str(caught.value)
     assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("engine", ["trace", "eager"])
+def test_a_sparse_gradient_is_refused(engine: Any):
+    stage = fpipe.Stage(lambda p, x: torch.nn.functional.embedding(x, p, sparse=True), engine=engine)
+    pipe = fpipe.pipeline([stage], loss=lambda y: y.sum(), microbatches=2, group=fpipe.local(1))
+    with pytest.raises(fpipe.StageError, match=r"sparse gradient of shape \[4, 2\].*leave sparse=True out"):
+        fpipe.value_and_grad(pipe)([torch.ones(4, 2)], torch.arange(4))
 
 
 def test_an_ordinary_mistake_is_told_with_its_line():

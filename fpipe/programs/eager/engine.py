@@ -30,6 +30,7 @@ from ...errors import StageError
 from ...stage import Remat, Stage
 from ...tree import AbstractLeaf, Aval, arriving
 from ..autocast import ambient, under
+from ..explain import sparse_gradient_error
 from ..graphs import Held
 from ..internals import versions
 from ..program import Program
@@ -240,6 +241,9 @@ class _Engine:
 
     def _weight_grads(self, dps: Grads, into: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The gradients, or none once each is added into its sum; an unused parameter adds nothing."""
+        for dp in dps.values():
+            if dp is not None and dp.layout is not torch.strided:
+                raise sparse_gradient_error(self.stage.label, dp.shape)
         if not into:
             gradients = ((self.signature.params.avals[i], dps[i]) for i in self.dps)
             return tuple(_expanded_zeros(aval) if dp is None else dp for aval, dp in gradients)
