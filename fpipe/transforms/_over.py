@@ -113,16 +113,18 @@ class Board(NamedTuple):
 
     def part(self, values: Mapping[int, Tensor]) -> Tensor:
         """What one process adds to the sum that is the board: its values, and which slots it filled."""
-        rows = [torch.zeros(size, device=self.device, dtype=self.dtype) for size in self.sizes]
-        for slot, value in values.items():
-            rows[slot] = value.reshape(-1).to(self.device, self.dtype)
-        filled = [float(slot in values) for slot in range(len(rows))]
-        return torch.cat([*rows, torch.tensor(filled, device=self.device, dtype=self.dtype)])
+        filled = [float(slot in values) for slot in range(len(self.sizes))]
+        return torch.cat([self._rows(values), torch.tensor(filled, device=self.device, dtype=self.dtype)])
+
+    def _rows(self, values: Mapping[int, Tensor]) -> Tensor:
+        to = {"device": self.device, "dtype": self.dtype}
+        slots = enumerate(self.sizes)
+        rows = [values[slot].view(-1) if slot in values else torch.zeros(size, **to) for slot, size in slots]
+        return torch.cat([row.to(**to) for row in rows])
 
     def complete(self, values: Mapping[int, Tensor]) -> Tensor:
         """The board from the values of all processes."""
-        part = self.part(values)
-        return part[: sum(self.sizes)] if self.over is None else self.whole(self.over.all_sum(part))
+        return self._rows(values) if self.over is None else self.whole(self.over.all_sum(self.part(values)))
 
     def whole(self, total: Tensor) -> Tensor:
         """The board from the sum of its parts."""

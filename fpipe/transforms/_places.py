@@ -47,8 +47,8 @@ class Places(NamedTuple):
     def of(self, other: Tree, what: str) -> Column:
         """The leaves of another tree at these places; ``what`` names that tree in errors."""
         column = self.column(other, what)
-        if any(leaf is None for leaf in column):
-            missing = [index for index, leaf in enumerate(column) if leaf is None]
+        missing = [index for index, leaf in enumerate(column) if leaf is None]
+        if missing:
             raise TransformError(
                 f"{what} has None where the gradients have a leaf: {', '.join(self.names(missing))}; "
                 f"pass the trees of one pipeline, each with one entry per stage"
