@@ -42,7 +42,7 @@ _TABLE = {
     "stage": "Stage remat",
     "transforms": "Transform accumulate adamw add_noise apply_updates cast chain clip_by_global_norm"
     " clip_by_value dynamic_loss_scale ema from_torch global_norm identity lion masked"
-    " mean_over muon optimistic partition scale scale_by_schedule sgd skip_nonfinite"
+    " master mean_over muon optimistic partition scale scale_by_schedule sgd skip_nonfinite"
     " sum_tied weight_decay",
 }
 #: public modules and packages, as in ``fpipe.errors``: name -> path in the package

@@ -9,7 +9,8 @@ those of Liu et al. 2025, "Muon is Scalable for LLM Training" (arXiv:2502.16982)
     update = −lr · adjust(shape) · X − lr · decay · p
 
 Matrices of one shape go through the iteration together, but only those of one stage, so the bits of an update do not
-depend on which stages are on the same rank. This module must not know ranks.
+depend on which stages are on the same rank. A product of several matrices can have other last bits than one of each, so
+parameters can differ in the last bits from torch.optim.Muon's. This module must not know ranks.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ def muon(
     adjust: Adjust = "original", mask: Mask | None = None, donate: bool = False,
 ) -> Transform:  # fmt: skip
     """Muon for matrices, with the defaults of torch.optim.Muon; use :func:`partition` to treat other leaves otherwise.
+
+    For bfloat16 and float16 parameters, see :func:`master`.
 
     Args:
         lr: a number, or a function of the step, which counts from 0.

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers whose arithmetic is elementwise: SGD, AdamW and Lion.
 
-SGD, plain, with momentum, or with Nesterov momentum (Sutskever et al. 2013), in the arithmetic of torch.optim.SGD:
+SGD, plain, with momentum, or with Nesterov momentum (Sutskever et al. 2013), as torch.optim.SGD:
 
     b ← μ b + (1 − dampening) g      (the first b is g)
     update = −lr · b,   Nesterov: −lr · (g + μ b),   no momentum: −lr · g
 
-AdamW: Decoupled Weight Decay Regularization, Loshchilov and Hutter 2019 (arXiv:1711.05101), in the arithmetic of
-torch.optim.AdamW, in the same order:
+AdamW: Decoupled Weight Decay Regularization, Loshchilov and Hutter 2019 (arXiv:1711.05101), as torch.optim.AdamW:
 
     m ← lerp(m, g, 1 − β₁)      v ← β₂ v + (1 − β₂) g²
     update = −lr / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)  −  lr · decay · p
@@ -16,7 +15,13 @@ Lion: Symbolic Discovery of Optimization Algorithms, Chen et al. 2023 (arXiv:230
 
     update = −lr · (sign(β₁ m + (1 − β₁) g) + decay · p)      m ← β₂ m + (1 − β₂) g
 
-This module must not know ranks.
+The formulas and the defaults are torch's. The last bits of a parameter can differ from those of torch's optimizer,
+which changes parameters within its formula: here an update, decay included, is rounded before it is added. The momentum
+of ``sgd`` and the averages of ``adamw(fused=False)`` have the bits of torch's foreach kernels for the same gradients,
+and without decay so have the parameters under ``adamw(fused=False)``.
+
+Updates of bfloat16 and float16 parameters are rounded to them: use :func:`fpipe.master`. This module must not know
+ranks.
 """
 
 from __future__ import annotations
@@ -45,7 +50,7 @@ def sgd(
     lr: Rate, momentum: float = 0.0, *,
     dampening: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0, donate: bool = False,
 ) -> Transform:  # fmt: skip
-    """SGD, with torch's arguments.
+    """SGD, with torch's arguments. For bfloat16 and float16 parameters, see :func:`master`.
 
     Args:
         lr: a number, or a function of the step, which counts from 0.
@@ -96,7 +101,7 @@ def adamw(
     lr: Rate, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2, *,
     mask: Mask | None = None, dtype: torch.dtype | None = None, fused: bool | None = None, donate: bool = False,
 ) -> Transform:  # fmt: skip
-    """AdamW, with torch's defaults.
+    """AdamW, with torch's defaults. For bfloat16 and float16 parameters, see :func:`master`.
 
     Args:
         lr: a number, or a function of the step, which counts from 0.
@@ -105,8 +110,8 @@ def adamw(
         weight_decay: decoupled, times the learning rate.
         mask: which leaves decay (see :func:`weight_decay`).
         dtype: that of the state and of the updates; by default the parameter's.
-        fused: False uses torch's foreach arithmetic step by step, to the bit. By default the one-pass kernel runs
-            where there is one; its last bit may differ.
+        fused: False uses torch's foreach kernels step by step. By default the one-pass kernel runs where there is one;
+            its last bits may differ.
         donate: write the new state into the memory of the old one, which must not be used again.
 
     >>> params = [{"w": torch.ones(2)}, None]
@@ -166,7 +171,7 @@ def lion(
     lr: Rate, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 1e-3, *,
     mask: Mask | None = None, dtype: torch.dtype | None = None, donate: bool = False,
 ) -> Transform:  # fmt: skip
-    """Lion, with optax's defaults.
+    """Lion, with optax's defaults. For bfloat16 and float16 parameters, see :func:`master`.
 
     Args:
         lr: a number, or a function of the step, which counts from 0.

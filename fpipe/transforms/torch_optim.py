@@ -30,7 +30,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **options: Any) -> Transf
     """A transform from a torch optimizer class and its options.
 
     Every leaf is in one parameter group; use :func:`partition` for several. A step costs a copy of parameters and
-    state.
+    state. Its update is the difference of parameters, rounded, so adding it can change the last bit.
 
     Args:
         optimizer: a class that needs no closure and keeps its state by parameter, as all of torch's but LBFGS do.

@@ -128,6 +128,7 @@ def clipping(p: float, exact: bool = False) -> Row:
 
 TABLE = {
     "identity": Row(lambda over: descend(T.identity()), by_hand(lambda g, m, t, p: (-g, m))),
+    "master": Row(lambda over: T.master(T.sgd(0.1)), by_torch(lambda own: torch.optim.SGD(own, 0.1))),
     "scale": Row(lambda over: T.scale(-0.5), by_hand(lambda g, m, t, p: (-0.5 * g, m))),
     "scale_by_schedule": Row(
         lambda over: descend(T.scale_by_schedule(warm)), by_hand(lambda g, m, t, p: (-warm(t - 1) * g, m))

@@ -284,3 +284,72 @@ def test_any_kind_of_tree():
     for tx in (T.adamw(0.1), T.clip_by_global_norm(1.0, exact=True), T.add_noise(1.0), T.masked(T.adamw(0.1), ["a.0"])):
         updates, _ = tx.update(tree, tx.init(tree), tree)
         assert optree.tree_structure(updates) == optree.tree_structure(tree)
+
+
+# ---- master weights and bits -----------------------------------------------------------------------------------------
+def test_small_updates_of_bfloat16_parameters_are_not_lost():
+    params = [torch.ones(4, dtype=torch.bfloat16)]
+    tx = T.master(T.sgd(1e-3))
+    state = tx.init(params)
+    for _ in range(8):
+        updates, state = tx.update([torch.full((4,), -1.0, dtype=torch.bfloat16)], state, params)
+        params = T.apply_updates(params, updates)
+    assert torch.equal(params[0], torch.full((4,), 1.0078125, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_parameters_are_their_masters_rounded(half: torch.dtype, donate: bool):
+    """Of half precision alone; signs change, and updates are much larger than what remains."""
+    torch.manual_seed(0)
+    start = [{"a": torch.randn(500).to(half), "b": torch.randn(5), "frozen": torch.randn(3).to(half)}, None]
+    params = start
+    plain = {"a": start[0]["a"].float(), "b": start[0]["b"].clone()}
+    tx, wide = T.master(T.adamw(0.05), donate=donate), T.adamw(0.05)
+    state, other = tx.init(params), wide.init([plain])
+    for _ in range(40):
+        grads = {"a": torch.randn(500).to(half), "b": torch.randn(5)}
+        updates, state = tx.update([{**grads, "frozen": None}, None], state, params)
+        params = T.apply_updates(params, updates)
+        steps, other = wide.update([{"a": grads["a"].float(), "b": grads["b"]}], other, [plain])
+        (plain,) = T.apply_updates([plain], steps)
+        assert torch.equal(state.master[0]["a"], plain["a"])
+        assert torch.equal(params[0]["a"], plain["a"].to(half))
+        assert torch.equal(params[0]["b"], plain["b"])
+    assert params[0]["frozen"] is start[0]["frozen"]
+    assert state.master[0]["b"] is None
+    assert state.inner.m[0]["a"].dtype == torch.float32
+
+
+def test_master_passes_on_a_step_that_is_skipped():
+    params = [torch.ones(2, dtype=torch.bfloat16)]
+    tx = T.master(T.chain(T.accumulate(2), T.sgd(1.0)))
+    updates, state = tx.update([torch.ones(2, dtype=torch.bfloat16)], tx.init(params), params)
+    assert updates is None
+    assert torch.equal(state.master[0], torch.ones(2))
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_the_bits_of_torch_that_the_docs_promise(decay: float):
+    """Averages to the bit; parameters under adamw(fused=False) without decay, else nearly."""
+    torch.manual_seed(0)
+    start, grads = torch.randn(33, 17), [torch.randn(33, 17) for _ in range(20)]
+    for tx, make, names in (
+        (T.sgd(0.1, 0.9), lambda own: torch.optim.SGD(own, 0.1, 0.9, foreach=True), {"momentum": "momentum_buffer"}),
+        (
+            T.adamw(0.1, weight_decay=decay, fused=False),
+            lambda own: torch.optim.AdamW(own, 0.1, weight_decay=decay, foreach=True),
+            {"m": "exp_avg", "v": "exp_avg_sq"},
+        ),
+    ):
+        params, own = [start], torch.nn.Parameter(start.clone())
+        state, optimizer = tx.init(params), make([own])
+        for grad in grads:
+            updates, state = tx.update([grad], state, params)
+            params, own.grad = T.apply_updates(params, updates), grad.clone()
+            optimizer.step()
+        for ours, theirs in names.items():
+            assert torch.equal(getattr(state, ours)[0], optimizer.state[own][theirs])
+        torch.testing.assert_close(params[0], own.detach(), rtol=1e-5, atol=1e-5)
+        if "m" in names and not decay:
+            assert torch.equal(params[0], own.detach())
