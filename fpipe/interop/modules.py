@@ -146,6 +146,7 @@ def _write(targets: Mapping[str, torch.Tensor], name: str, value: torch.Tensor, 
     if targets[name].shape != value.shape:
         raise StageError(
             f"params of stage {stage}: {name!r} has shape {list(value.shape)}, the module's has "
-            f"{list(targets[name].shape)}; pass parameters of the same model"
+            f"{list(targets[name].shape)}; pass parameters of the same model, and gather=pipe "
+            "where they are parts (zero=)"
         )
     targets[name].copy_(value)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fpipe
 from common import same, squared
-from fpipe import testing
+from fpipe import testing, tree
 from fpipe.collectives.group import Done
 from fpipe.collectives.local import LocalGroup
 from fpipe.plans.plan import Plan
@@ -543,3 +543,18 @@ def test_an_own_pattern_that_fits_nothing_is_refused():
 
     with pytest.raises(fpipe.StageError, match=r"own='\*\.bb' matches no leaf"):
         on_copies(run)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_to_module_joins_the_parts_of_copies(zero: int):
+    def run(dp: Any) -> bool:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 3))
+        stages, params = fpipe.from_module(model, cuts=["2"])
+        pipe = fpipe.pipeline(stages, "1F1B", microbatches=1, group=fpipe.local(2), dp=dp, zero=zero)
+        parts = tree.tree_map(lambda t: t + 1, pipe.shard(params))
+        before = [p.clone() for p in model.parameters()]
+        fpipe.to_module(model, parts, gather=pipe)
+        return all(torch.equal(p, q + 1) for p, q in zip(model.parameters(), before, strict=True))
+
+    assert on_copies(run) == [True, True]
