@@ -91,7 +91,8 @@ class LocalGroup(Group):
         channel = self._channels.get((src, dst)) or self._channel(src, dst)
         if not self._one_device:
             device = self._devices[dst]
-            tensors = tuple(tensor.to(device, non_blocking=True) for tensor in tensors)
+            # The receiver reads on the CPU at once, where no stream waits for the copy.
+            tensors = tuple(tensor.to(device, non_blocking=device.type != "cpu") for tensor in tensors)
         channel.box[channel.sent] = tensors
         channel.sent += 1
         return _SENT

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fpipe.collectives.local import local
+from fpipe.collectives.local import LocalGroup, local
 from fpipe.collectives.wire import ALIGN, ALONE, layout, wire_format
 from fpipe.errors import DeadlockError, GroupError, MismatchError
 from fpipe.tree import Spec, arriving, contiguous
@@ -165,3 +165,19 @@ def test_local_moves_between_devices():
     group.send((torch.ones(2),), 0, 1)
     (x,) = group.recv((Spec((2,), (1,), torch.float32),), 0, 1).wait()
     assert x.device.type == "meta"
+
+
+def test_a_copy_to_the_cpu_is_complete_when_it_is_read():
+    """A copy from an accelerator with ``non_blocking`` returns before the values are there."""
+    calls: list[tuple[str, bool]] = []
+
+    class Recorder(torch.Tensor):
+        def to(self, device, non_blocking=False):
+            calls.append((device.type, non_blocking))
+            return self
+
+    tensor = torch.ones(2).as_subclass(Recorder)
+    group = LocalGroup((torch.device("cpu"), torch.device("meta")))
+    group.send((tensor,), 0, 1)
+    group.send((tensor,), 1, 0)
+    assert calls == [("meta", True), ("cpu", False)]

@@ -161,7 +161,7 @@ def test_no_regression():
     assert PACKAGE.levels <= 8
     assert PACKAGE.total("group_getattrs") == 0
     assert len(PACKAGE.mutated_classes) <= 28
-    assert len(PACKAGE.long_functions) <= 3
+    assert len(PACKAGE.long_functions) <= 4
     assert PACKAGE.total("ignores") <= 32
 
 
