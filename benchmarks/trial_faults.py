@@ -3,6 +3,8 @@
 python benchmarks/trial_faults.py                  # 20 points each, seeded; a table, and exit code 1 where one failed
 python benchmarks/trial_faults.py --how stop --points 3
 python benchmarks/trial_faults.py --sockets        # the same with all messages through gloo, none through shared memory
+python benchmarks/trial_faults.py --matrix         # who x what x when x how: see fault_matrix.py
+python benchmarks/trial_faults.py --matrix --cells 50 --with what=stop --with when=init --json faults.json
 
 Every survivor must raise within the time-out + 5 seconds of the fault, with an error that names what it waited
 for, the rank that failed, how it failed, and its last action.
@@ -28,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fpipe
+from benchmarks import fault_matrix
 from benchmarks.stages import residual, square
 from fpipe.collectives.c10d import C10dGroup
 from fpipe.collectives.shared_memory import SWITCH
@@ -163,7 +166,15 @@ def main() -> int:
     parser.add_argument("--only", type=int, nargs="*", help="the numbers of the points to try")
     parser.add_argument("--sockets", action="store_true", help="all messages through gloo, none through memory")
     parser.add_argument("--at-once", type=int, default=1, help="trials side by side")
+    parser.add_argument("--matrix", action="store_true", help="the matrix of faults")
+    parser.add_argument("--cells", type=int, help="of the matrix: so many cells, at random")
+    parser.add_argument("--with", dest="values", action="append", default=[], metavar="KEY=VALUE", help="of the matrix")
+    parser.add_argument("--verbose", action="store_true", help="of the matrix: print every cell")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="of the matrix: write the results to this file")
     options = parser.parse_args()
+    if options.matrix:
+        chosen = fault_matrix.choose(options.cells, options.values, options.seed)
+        return fault_matrix.run(chosen, options.timeout, options.at_once, options.json, options.verbose)
     if options.sockets:
         os.environ[SWITCH] = "0"  # the children are started with it
     mp.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed", "fpipe.collectives.setup"])

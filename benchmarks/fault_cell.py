@@ -1,0 +1,239 @@
+"""One rank of a job in which a fault happens at a named moment, for the matrix of ``trial_faults.py``."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+
+import fpipe
+from benchmarks.stages import square
+from fpipe import ops
+from fpipe.command.outcome import store
+from fpipe.running import calls
+from fpipe.running.loop import WATCH
+from fpipe.running.results import Results
+
+HOST, FIRST, SECOND = "host", "namespace a", "namespace b"
+#: The step in which the fault happens, and how many steps follow it where it is not noticed.
+STEP, MORE = 2, 3
+_LONG = 120.0  #: seconds that a slow rank sleeps
+_NEWNET = 0x40000000
+
+
+class Cell(NamedTuple):
+    """Who fails, what happens, when, and how the job was started: its launcher, and what carries messages."""
+
+    who: str
+    what: str
+    when: str
+    how: str
+    over: str
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The numbers of ranks of a pipeline, of copies, and of processes of a stage."""
+        shapes = {"ZeRO": (2, 2, 1), "weighted": (2, 2, 1), "tensor parallel": (2, 1, 2)}
+        return shapes.get(self.when, (3, 1, 1))
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        pp, dp, tp = self.shape
+        return pp * dp * tp
+
+    @property
+    def victims(self) -> list[int]:
+        """The ranks that fail."""
+        if self.who == HOST:
+            return []
+        if self.who in (FIRST, SECOND):
+            return [rank for rank in range(self.ranks) if (rank < 2) == (self.who == FIRST)]
+        return [int(self.who.split()[1])]
+
+    @property
+    def outside(self) -> bool:
+        """Whether another process causes the fault."""
+        return self.who in (HOST, FIRST, SECOND) or self.what == "cut"
+
+    @property
+    def caller(self) -> int:
+        """The rank whose progress decides when the fault happens."""
+        if not self.victims or self.when == "each":  # the last rank computes the outputs
+            return self.ranks - 1
+        return self.victims[0]
+
+
+class Fate:
+    """Causes the fault of a cell when its rank comes to the moment."""
+
+    def __init__(self, cell: Cell, rank: int, folder: Path):
+        self.cell, self.folder = cell, folder
+        self.armed = rank == cell.caller
+
+    def at(self, moment: str, step: int = STEP) -> bool:
+        """Whether the fault happens here."""
+        return self.armed and moment == self.cell.when and step == STEP
+
+    def strike(self) -> None:
+        """The fault, once."""
+        if not self.armed:
+            return
+        self.armed = False
+        if self.cell.outside:
+            (self.folder / "asked").touch()
+            while not (self.folder / "fault").exists():
+                time.sleep(0.002)
+            return
+        (self.folder / "fault.new").write_text(str(time.time()))
+        (self.folder / "fault.new").rename(self.folder / "fault")
+        if self.cell.what == "raise":
+            raise ValueError("boo")
+        if self.cell.what == "slow":
+            time.sleep(_LONG)
+        os.kill(os.getpid(), signal.SIGKILL if self.cell.what == "kill" else signal.SIGSTOP)
+
+    def before(self, module: Any, name: str) -> None:
+        """Strike before a function of a module or class is called."""
+        function = getattr(module, name)
+
+        def struck(*args: Any, **kwargs: Any) -> Any:
+            self.strike()
+            return function(*args, **kwargs)
+
+        setattr(module, name, struck)
+
+    def within(self, share: float) -> Callable[[Any, Sequence[Any], int], Sequence[Any]]:
+        """For ``WATCH``: strike before one instruction of a plan."""
+
+        def steps(bound: Any, steps: Sequence[Any], first: int) -> Sequence[Any]:
+            at = int(share * len(steps))
+            if not self.armed or not steps:
+                return steps
+            return [*steps[:at], lambda r: (self.strike(), steps[at](r))[1], *steps[at + 1 :]]
+
+        return steps
+
+
+def work(cell: Cell, rank: int, fate: Fate, timeout: float) -> None:
+    """Steps, in one of which the fault happens, and a barrier at the end."""
+    if fate.at("init"):
+        fate.strike()
+    pp, dp, tp = cell.shape
+    group = cast(Any, fpipe.init(pp=pp, dp=dp, tp=tp, device="cpu", timeout=timeout))
+
+    def stage(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if fate.at("trace"):
+            fate.strike()
+        y = torch.tanh(x @ p)
+        return ops.all_reduce(y, group.tp.pg) if tp > 1 else y
+
+    def count(target: torch.Tensor) -> int:
+        if fate.at("weighted", number):
+            fate.strike()
+        return target.numel()
+
+    def each(mb: int, y: torch.Tensor) -> None:
+        if fate.at("each", number):
+            fate.strike()
+
+    if fate.at("handshake"):
+        fate.before(calls, "agree")
+    loss = None if cell.when in ("pullback", "each") else square
+    more = {"dp": group.dp, "zero": 2 if cell.when == "ZeRO" else 0} if dp > 1 else {}
+    if cell.when == "weighted":
+        more["reduction"] = fpipe.weighted(count)
+    pipe = fpipe.pipeline([stage] * pp, "1F1B", loss=loss, microbatches=4, group=group, **more)
+    params = pipe.shard([torch.eye(4) * 0.5] * pp) if cell.when == "ZeRO" else pipe.place([torch.eye(4) * 0.5] * pp)
+    tx = fpipe.chain(fpipe.clip_by_global_norm(1.0, over=pipe), fpipe.sgd(0.1))
+    state, x = tx.init(params), torch.ones(8, 4)
+    share = random.Random(repr(cell)).random()
+    for number in range(STEP + 1 + MORE):
+        if fate.at("mid step", number) or fate.at("ZeRO", number) or fate.at("tensor parallel", number):
+            WATCH.set(fate.within(share))
+        if fate.at("loss", number):
+            fate.before(Results, "pipeline_loss")
+        if cell.when == "each":
+            pipe(params, x, each=each)
+            continue
+        if loss is None:
+            _, pullback = fpipe.vjp(pipe, params, x)
+            if fate.at("pullback", number):
+                WATCH.set(fate.within(share))
+            pullback(torch.ones(8, 4) if pipe.here and pp - 1 in pipe.here else None)
+            continue
+        _, grads = fpipe.value_and_grad(pipe)(params, x, x)
+        if fate.at("optimizer", number):
+            fate.strike()
+        updates, state = tx.update(grads, state, params)
+        params = fpipe.apply_updates(params, updates)
+        if fate.at("exit", number):
+            fate.strike()
+        if cell.when == "exit" and number == STEP:
+            break
+    group.barrier()
+
+
+def rank_main(folder: str, cell: Cell, rank: int, env: dict[str, str], timeout: float, namespace: str) -> None:
+    """In the process of a rank: the work, and a report of how it ended."""
+    enter(namespace)
+    os.environ.update(env)
+    log = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.dump_traceback_later(timeout + 30, exit=False)
+    torch.set_num_threads(1)
+    report: dict[str, Any] = {"kind": "none", "text": "no error", "ours": False}
+    try:
+        work(cell, rank, Fate(cell, rank, Path(folder)), timeout)
+    except Exception as error:
+        report = {"kind": type(error).__name__, "text": str(error), "ours": isinstance(error, fpipe.FpipeError)}
+    write(Path(folder, f"report{rank}"), json.dumps({"when": time.time(), **report}))
+    os._exit(0 if report["kind"] == "none" else 1)
+
+
+def host_main(folder: str, address: str, own: bool, namespace: str) -> None:
+    """In the process of a launcher: the store of the job. ``own``: as ``fpipe.launch`` starts it."""
+    enter(namespace)
+    server: Any = store(address) if own else dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    write(Path(folder, "port"), str(server.port))
+    time.sleep(_LONG)
+
+
+def enter(namespace: str) -> None:
+    """Move this process into a network namespace, if one is given."""
+    if namespace:
+        with open(f"/run/netns/{namespace}") as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), f"setns to {namespace}")
+
+
+def write(path: Path, text: str) -> None:
+    """Create a file with its whole content at once."""
+    path.with_name(path.name + ".new").write_text(text)
+    path.with_name(path.name + ".new").rename(path)
+
+
+def warm() -> None:
+    """What a first step imports and caches, so that forked processes need not."""
+    layer = lambda p, x: torch.tanh(x @ p)
+    params, x = [torch.eye(4)] * 2, torch.ones(8, 4)
+    pipe = fpipe.pipeline([layer] * 2, "1F1B", loss=square, microbatches=4, group=fpipe.local(2))
+    tx = fpipe.chain(fpipe.clip_by_global_norm(1.0, over=pipe), fpipe.sgd(0.1))
+    _, grads = fpipe.value_and_grad(pipe)(params, x, x)
+    tx.update(grads, tx.init(params), params)
+
+
+if os.environ.get("FPIPE_FAULT_CELL_WARM"):  # in the fork server
+    torch.set_num_threads(1)
+    warm()

@@ -1,0 +1,340 @@
+"""The matrix of faults: who fails x what happens x when x how the job was started. See ``trial_faults.py --matrix``.
+
+Each cell is a job of three or four small processes, in network namespaces where a link is cut. A cell is right if every
+survivor ended with an error of fpipe within the time-out + 5 seconds, and named if each error names the global rank
+that failed (or the launcher, where that failed). Needs root and iproute2 for the cells with namespaces.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from benchmarks.fault_cell import FIRST, HOST, SECOND, Cell, host_main, rank_main, write
+from fpipe.collectives.shared_memory import SWITCH
+
+WHAT = ("kill", "stop", "raise", "cut", "slow")
+WHEN = (
+    "init", "handshake", "trace", "mid step", "loss", "pullback", "optimizer", "ZeRO", "tensor parallel", "exit",
+    "weighted", "each",
+)  # fmt: skip
+HOW, OVER = ("env", "torchrun", "launch"), ("memory", "sockets")
+LATE = 5.0  #: seconds after the time-out within which a survivor must end
+_START, _PATIENCE = (
+    60.0,
+    12.0,
+)  #: seconds for the fault to happen, and after the time-out until a rank counts as hanging
+_MOST = 4
+
+
+def cells() -> Iterator[Cell]:
+    """All cells. Each takes a few seconds."""
+    for how, over, when in product(HOW, OVER, WHEN):
+        ranks = Cell("", "", when, how, over).ranks
+        for who, what in product(range(2, ranks) if when == "each" else range(ranks), WHAT):
+            yield Cell(f"rank {who}", what, when, how, over)
+        for who, what in product((FIRST, SECOND), ("kill", "stop", "cut", "slow")):
+            yield Cell(who, what, when, how, over)
+        for what in ("kill", "stop") if how != "env" else ():
+            yield Cell(HOST, what, when, how, over)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of a cell: what each survivor raised, its seconds after the fault, and the verdicts."""
+
+    cell: Cell
+    in_time: bool
+    named: bool
+    seconds: float
+    texts: dict[int, str]
+
+
+class Network:
+    """Namespaces joined by a bridge, one for each rank of a job at most."""
+
+    def __init__(self, number: int):
+        self.number, self.names = number, [f"fpm{os.getpid()}n{number}r{i}" for i in range(_MOST)]
+        self.hub = f"fpm{os.getpid()}h{number}"
+
+    def create(self) -> None:
+        """Create the namespaces, with all links up."""
+        _ip("netns", "add", self.hub)
+        _ip("-n", self.hub, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", self.hub, "link", "set", "bridge", "up")
+        for i, name in enumerate(self.names):
+            _ip("netns", "add", name)
+            _ip("-n", self.hub, "link", "add", f"port{i}", "type", "veth", "peer", "name", "fp0", "netns", name)
+            _ip("-n", self.hub, "link", "set", f"port{i}", "master", "bridge")
+            _ip("-n", self.hub, "link", "set", f"port{i}", "up")
+            _ip("-n", name, "addr", "add", f"{self.address(i)}/24", "dev", "fp0")
+            _ip("-n", name, "link", "set", "fp0", "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+
+    def address(self, i: int) -> str:
+        """The address of a namespace."""
+        return f"10.79.{self.number}.{i + 1}"
+
+    def cut(self, i: int) -> None:
+        """Drop all packets of a namespace."""
+        _ip("-n", self.hub, "link", "set", f"port{i}", "down")
+
+    def slow(self, i: int) -> None:
+        """Let through a kilobyte per second in both directions."""
+        for name, device in ((self.hub, f"port{i}"), (self.names[i], "fp0")):
+            _ip("netns", "exec", name, *f"tc qdisc add dev {device} root tbf rate 8kbit burst 1600 limit 3000".split())
+
+    def remove(self) -> None:
+        """Delete the namespaces, and with them their links."""
+        for name in (self.hub, *self.names):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run([*(() if words[0] == "tc" else ("ip",)), *words], capture_output=True, check=True)
+
+
+class Job:
+    """The processes of one cell."""
+
+    def __init__(self, cell: Cell, timeout: float, network: Network | None, folder: Path):
+        self.cell, self.timeout, self.network, self.folder = cell, timeout, network, folder
+        self.context = mp.get_context("forkserver")
+        self.ended: dict[int, float] = {}
+        self.host = (
+            None if cell.how == "env" else self._process(host_main, self._at(0), cell.how == "launch", self._name(0))
+        )
+        if self.host is not None:
+            _until(lambda: (folder / "port").exists(), 20)
+            port = int((folder / "port").read_text())
+        else:
+            port = 29400 if network is not None else _free_port()
+        self.ranks = [
+            self._process(rank_main, cell, rank, self._env(rank, port), timeout, self._name(rank))
+            for rank in range(cell.ranks)
+        ]
+
+    def _place(self, rank: int) -> int:
+        """The namespace of a rank."""
+        return rank if self.cell.who.startswith("rank") else int(rank >= 2)
+
+    def _name(self, rank: int) -> str:
+        return "" if self.network is None else self.network.names[self._place(rank)]
+
+    def _at(self, rank: int) -> str:
+        return "127.0.0.1" if self.network is None else self.network.address(self._place(rank))
+
+    def _env(self, rank: int, port: int) -> dict[str, str]:
+        cell = self.cell
+        env = {
+            **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(cell.ranks)),
+            "MASTER_ADDR": self._at(0), "MASTER_PORT": str(port), SWITCH: str(int(cell.over == "memory")),
+            "GLOO_SOCKET_IFNAME": "lo" if self.network is None else "fp0", "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        if cell.how != "env":
+            env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        if cell.how == "torchrun":
+            env["TORCHELASTIC_RUN_ID"] = "fpipe"
+        return env | ({"FPIPE_SECRET": "secret"} if cell.how == "launch" else {})
+
+    def _process(self, target: Any, *args: Any) -> Any:
+        process = self.context.Process(target=target, args=(str(self.folder), *args), daemon=True)
+        process.start()
+        return process
+
+    def strike(self) -> None:
+        """The fault, where another process causes it."""
+        cell, network = self.cell, self.network
+        if cell.what in ("kill", "stop"):
+            number = signal.SIGKILL if cell.what == "kill" else signal.SIGSTOP
+            at_once = [self.ranks[rank] for rank in cell.victims]
+            if self.host is not None and cell.who in (HOST, FIRST):
+                at_once.append(self.host)
+            for process in at_once:
+                os.kill(process.pid, number)
+        else:
+            assert network is not None
+            (network.cut if cell.what == "cut" else network.slow)(self._place(cell.victims[0]))
+        write(self.folder / "fault", str(time.time()))
+
+    def watch(self) -> float | None:
+        """Wait until all survivors have ended or the time is up; when the fault happened."""
+        fault, end = None, time.time() + _START
+        while time.time() < end and len(self.ended) < len(self.survivors()):
+            if fault is None and not (self.folder / "fault").exists() and (self.folder / "asked").exists():
+                self.strike()
+            if fault is None and (self.folder / "fault").exists():
+                fault = float((self.folder / "fault").read_text())
+                end = fault + self.timeout + _PATIENCE
+            for rank in self.survivors():
+                if rank not in self.ended and self.ranks[rank].exitcode is not None:
+                    self.ended[rank] = time.time()
+            time.sleep(0.02)
+        return fault
+
+    def survivors(self) -> list[int]:
+        """The ranks that must end with an error: those that run on, also where they are cut off."""
+        runs_on = self.cell.what == "cut" or (self.cell.what == "slow" and self.cell.who in (FIRST, SECOND))
+        return [rank for rank in range(self.cell.ranks) if runs_on or rank not in self.cell.victims]
+
+    def stop(self) -> None:
+        """End all processes."""
+        for process in [*self.ranks, *([] if self.host is None else [self.host])]:
+            process.kill()
+            process.join()
+
+    def judge(self, fault: float) -> Outcome:
+        """What the survivors reported."""
+        cell, texts, latest, in_time, named = self.cell, {}, 0.0, True, True
+        for rank in self.survivors():
+            ours, when, text = self._report(rank)
+            latest = max(latest, when - fault)
+            in_time &= ours and when - fault <= self.timeout + LATE
+            named &= self._named(rank, text)
+            texts[rank] = f"{when - fault:.1f} s {text}"
+        return Outcome(cell, in_time, named, latest, texts)
+
+    def _report(self, rank: int) -> tuple[bool, float, str]:
+        """Whether an error of fpipe ended a rank, when, and its text."""
+        if rank not in self.ended:
+            return False, time.time(), f"HANGS; {_tail(self.folder / f'log{rank}')}"
+        path = self.folder / f"report{rank}"
+        if path.exists():
+            report = json.loads(path.read_text())
+            return report["ours"], report["when"], f"{report['kind']}: {report['text']}"
+        text = _tail(self.folder / f"log{rank}")
+        return "fpipe.errors." in text, self.ended[rank], f"process ended: {text}"
+
+    def _named(self, rank: int, text: str) -> bool:
+        if self.cell.who == HOST:
+            return "the launcher at" in text
+        inside = rank in self.cell.victims
+        culprits = [r for r in range(self.cell.ranks) if (r in self.cell.victims) != inside]
+        return any(re.search(rf"[Ll]ook at rank {r}\b|rank {r} could not prepare", text) for r in culprits)
+
+
+def _tail(path: Path) -> str:
+    lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
+    ours = [line for line in lines if "fpipe.errors." in line]
+    return (ours or lines or ["no output"])[-1]
+
+
+def _until(ready: Any, seconds: float) -> None:
+    end = time.time() + seconds
+    while not ready():
+        if time.time() > end:
+            raise TimeoutError("a process of the matrix did not start")
+        time.sleep(0.01)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def run_cell(cell: Cell, timeout: float, networks: SimpleQueue[Network]) -> Outcome | str:
+    """One cell; what the ranks reported where the fault did not happen, as on a busy machine, in three attempts."""
+    outside = cell.who in (FIRST, SECOND) or cell.what == "cut"
+    problem = ""
+    for _ in range(3):
+        network = networks.get() if outside else None  # returns at once: there are as many as cells side by side
+        try:
+            if network is not None:
+                network.create()
+            with tempfile.TemporaryDirectory() as folder:
+                job = Job(cell, timeout, network, Path(folder))
+                try:
+                    fault = job.watch()
+                    if fault is not None:
+                        return job.judge(fault)
+                    problem = " | ".join(path.read_text()[:500] for path in Path(folder).glob("report*"))
+                finally:
+                    job.stop()
+        finally:
+            if network is not None:
+                network.remove()
+                networks.put(network)
+    return problem
+
+
+def run(chosen: Sequence[Cell], timeout: float, at_once: int, file: Path | None, verbose: bool) -> int:
+    """All cells, a table, and JSON; the number of cells in which a survivor did not end in time."""
+    os.environ["FPIPE_FAULT_CELL_WARM"] = "1"
+    mp.get_context("forkserver").set_forkserver_preload(["benchmarks.fault_cell"])
+    console, outcomes, missing = Console(width=150), list[Outcome](), list[Cell]()
+    networks: SimpleQueue[Network] = SimpleQueue()
+    for number in range(at_once):
+        networks.put(Network(number))
+    columns = TextColumn("{task.description}"), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console) as progress, ThreadPoolExecutor(at_once) as pool:
+        bar = progress.add_task("cells", total=len(chosen))
+        results = pool.map(lambda cell: run_cell(cell, timeout, networks), chosen)
+        for cell, outcome in zip(chosen, results, strict=True):
+            progress.advance(bar)
+            if isinstance(outcome, str):
+                missing.append(cell)
+                console.print(f"{' | '.join(cell)}: NO FAULT: {outcome}", highlight=False, markup=False, soft_wrap=True)
+                continue
+            outcomes.append(outcome)
+            if verbose or not (outcome.in_time and outcome.named):
+                console.print(_told(outcome), highlight=False, markup=False, soft_wrap=True)
+            if file is not None:
+                _save(file, outcomes, missing, timeout)
+    console.print(_table(outcomes))
+    good, named = sum(o.in_time for o in outcomes), sum(o.in_time and o.named for o in outcomes)
+    console.print(f"{len(outcomes)} cells; in time: {good}; culprit named: {named}; without a fault: {len(missing)}")
+    return len(outcomes) - good
+
+
+def _told(outcome: Outcome) -> str:
+    verdict = ("in time" if outcome.in_time else "LATE") + (", named" if outcome.named else ", NOT NAMED")
+    lines = [f"    rank {rank}: {text}" for rank, text in outcome.texts.items()]
+    return "\n".join([f"{' | '.join(outcome.cell)}: {verdict}, {outcome.seconds:.1f} s", *lines])
+
+
+def _save(file: Path, outcomes: Sequence[Outcome], missing: Sequence[Cell], timeout: float) -> None:
+    rows = [{**o.cell._asdict(), **{k: v for k, v in vars(o).items() if k != "cell"}} for o in outcomes]
+    content = {"timeout": timeout, "cells": rows, "without a fault": [cell._asdict() for cell in missing]}
+    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _table(outcomes: Sequence[Outcome]) -> Table:
+    """By moment and kind of fault: in time / culprit named / cells."""
+    by: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        by[outcome.cell.when, outcome.cell.what].append(outcome)
+    table = Table("in time / named / cells", *WHAT, title="Faults")
+    for when in WHEN:
+        parts = [by[when, what] for what in WHAT]
+        counts = [f"{sum(o.in_time for o in p)} / {sum(o.named for o in p)} / {len(p)}" if p else "" for p in parts]
+        table.add_row(when, *counts)
+    return table
+
+
+def choose(count: int | None, only: Sequence[str], seed: int) -> list[Cell]:
+    """The cells with the given values (``key=value``), or so many of them at random."""
+    pairs = [pair.partition("=")[::2] for pair in only]
+    chosen = [cell for cell in cells() if all(getattr(cell, key) == value for key, value in pairs)]
+    random.Random(seed).shuffle(chosen)
+    return chosen[:count]
