@@ -15,6 +15,9 @@ from torch.distributed.distributed_c10d import (
     _set_pg_timeout,
 )
 
+from ..errors import GroupError
+from .data import MOST_BYTES, decode, encode
+
 Store: TypeAlias = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # the documentation names it so
 
 
@@ -45,13 +48,38 @@ def set_timeout(pg: dist.ProcessGroup, seconds: float) -> None:
 
 
 def gather_members(name: str, obj: Any) -> list[Any] | None:
-    """The object of every member of a process group, by rank; None if there is no other member, or a fake backend."""
+    """The object of every member of a process group, by rank; None if there is no other member, or a fake backend.
+
+    Objects are data, as those of a ``Rendezvous``.
+    """
     pg = _resolve_process_group(name)  # pyright: ignore[reportArgumentType]  # a name is a str
     if pg.size() == 1 or dist.get_backend(pg) == "fake":
         return None
-    objects: list[Any] = [None] * pg.size()
-    dist.all_gather_object(objects, obj, group=pg)
-    return objects
+    device = _device(pg)
+    mine = torch.frombuffer(bytearray(encode(obj)), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(pg.size())]
+    dist.all_gather(sizes, torch.tensor([len(mine)], device=device), group=pg)
+    counts = [int(size) for size in sizes]
+    if min(counts) <= 0 or max(counts) > MOST_BYTES:
+        raise GroupError(f"the members of group {name} announced {counts} bytes; all must run the same program")
+    rows = [torch.empty(max(counts), dtype=torch.uint8, device=device) for _ in counts]
+    dist.all_gather(rows, torch.nn.functional.pad(mine, (0, max(counts) - len(mine))), group=pg)
+    return [decode(bytes(row[:count].tolist())) for row, count in zip(rows, counts, strict=True)]
+
+
+def _device(pg: dist.ProcessGroup) -> torch.device:
+    """A device whose tensors a process group carries: the CPU if it can."""
+    types = list(backends(pg))
+    return torch.device("cpu") if "cpu" in types else torch.device(types[0], torch.accelerator.current_device_index())
+
+
+def backends(pg: dist.ProcessGroup) -> dict[str, str]:
+    """device type -> backend, of ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``."""
+    config = dist.get_backend_config(pg)
+    pairs = [part.split(":") for part in config.split(",")]
+    if any(len(pair) != 2 for pair in pairs):
+        return dict.fromkeys(dist.Backend.backend_capability.get(config, ["cpu"]), config)
+    return dict(pairs)
 
 
 _TIMED = 4  #: exchanges that are timed together

@@ -9,7 +9,6 @@ the facts mean.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from ..errors import MismatchError
 from .bounded import BoundedStore
+from .data import decode, encode
 from .faults import FaultMonitor
 from .group import Facts
 
@@ -186,10 +186,10 @@ class Agreement:
         ranks, end = range(monitor.size), time.monotonic() + _PATIENCE
         key = f"call/{number}"
         try:
-            self._store.set(f"{key}/{monitor.rank}", json.dumps(mine))
+            self._store.set(f"{key}/{monitor.rank}", encode(mine))
             for rank in ranks:
                 if self._appears(f"{key}/{rank}", end):
-                    by_rank[rank] = json.loads(self._store.get(f"{key}/{rank}"))
+                    by_rank[rank] = decode(self._store.get(f"{key}/{rank}"))
             self._store.set(f"{key}/{monitor.rank}/read", "")
             if monitor.rank == 0:  # its process may host the store, and may exit right after
                 all(self._appears(f"{key}/{rank}/read", end) for rank in by_rank)

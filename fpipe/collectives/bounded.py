@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store whose calls end in time, and whose values are signed.
+"""A store whose calls end in time, and whose values are encrypted and signed.
 
 ``TCPStore`` applies its time-out to ``wait`` and ``get`` alone: ``set``, ``add`` and ``check`` wait for ever while the
 process or the machine of the store is stopped or cut off. Here each call runs on a thread, and the caller waits for at
 most ``seconds``. A call that exceeds them is left behind with its connection.
 
-Everybody who reaches the port of a ``TCPStore`` can write to it. If ``FPIPE_SECRET`` is set, as ``fpipe.launch`` does,
-a value that was not written by a process with the same secret is refused. This module must not know keys.
+Everybody who reaches the port of a ``TCPStore`` can read it and write to it. If ``FPIPE_SECRET`` is set, as
+``fpipe.launch`` does, values are unreadable without it, and one that was written without it is refused.
+This module must not know keys.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import os
 import threading
@@ -29,7 +31,8 @@ from ._store import Store, connection, default_store, prefixed
 T = TypeVar("T")
 #: The environment variable of the secret of a job.
 SECRET = "FPIPE_SECRET"
-_SIGNATURE = 32
+_SIGNATURE, _NONCE = 32, 16
+_HEAD = _SIGNATURE + _NONCE
 
 
 class StoreLostError(RuntimeError):
@@ -81,24 +84,37 @@ class BoundedStore:
     def set(self, key: str, value: str | bytes) -> None:
         """Store a value."""
         raw = value.encode() if isinstance(value, str) else value
-        signed: Any = self._signature(key, raw) + raw
-        self._run(lambda store: store.set(key, signed))
+        sealed: Any = self._sealed(key, raw)
+        self._run(lambda store: store.set(key, sealed))
 
     def get(self, key: str) -> bytes:
         """The value of a key that is set."""
         raw = self._run(lambda store: store.get(key))
         if not self._secret:
             return raw
-        signature, value = raw[:_SIGNATURE], raw[_SIGNATURE:]
-        if not hmac.compare_digest(signature, self._signature(key, value)):
+        signature, nonce, value = raw[:_SIGNATURE], raw[_SIGNATURE:_HEAD], raw[_HEAD:]
+        if not hmac.compare_digest(signature, self._signature(key, nonce + value)):
             raise GroupError(
                 f"the value of {key!r} in the store of the job was not written by this job: its signature is wrong. "
                 f"Another process writes to the store; {SECRET} must be equal on all ranks"
             )
-        return value
+        return self._crypted(nonce, value)
+
+    def _sealed(self, key: str, value: bytes) -> bytes:
+        if not self._secret:
+            return value
+        nonce = os.urandom(_NONCE)
+        hidden = nonce + self._crypted(nonce, value)
+        return self._signature(key, hidden) + hidden
 
     def _signature(self, key: str, value: bytes) -> bytes:
-        return hmac.digest(self._secret, key.encode() + b"\0" + value, "sha256") if self._secret else b""
+        return hmac.digest(self._secret, b"sign" + key.encode() + b"\0" + value, "sha256")
+
+    def _crypted(self, nonce: bytes, value: bytes) -> bytes:
+        """Encrypt, or decrypt: combine with a stream of bytes that the secret and the nonce determine."""
+        key = hmac.digest(self._secret, b"hide" + nonce, "sha256")
+        stream = int.from_bytes(hashlib.shake_256(key).digest(len(value)), "little")
+        return (int.from_bytes(value, "little") ^ stream).to_bytes(len(value), "little")
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are set."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from ..devices import kind
 from ..errors import GroupError
 from ..tree import Spec
+from ._store import backends as backends_of
 from .adapt import reduction, sending
 from .agreement import Agreement, Reduced
 from .bounded import of_group
@@ -55,7 +56,7 @@ class C10dGroup(Group):
         can: Capabilities | None = None,
         purpose: str = "pp",
     ):
-        backends = _backends(pg)
+        backends = backends_of(pg)
         if device.type not in backends:
             raise GroupError(
                 f"the process group carries {', '.join(backends)} and this rank is on {device.type}; start it with "
@@ -342,15 +343,6 @@ def _twin(pg: dist.ProcessGroup) -> dist.ProcessGroup:
     twin = dist.new_group(ranks, backend=config, use_local_synchronization=True)
     assert isinstance(twin, dist.ProcessGroup)
     return twin
-
-
-def _backends(pg: dist.ProcessGroup) -> dict[str, str]:
-    """device type -> backend, of ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``."""
-    config = dist.get_backend_config(pg)
-    pairs = [part.split(":") for part in config.split(",")]
-    if any(len(pair) != 2 for pair in pairs):
-        return dict.fromkeys(dist.Backend.backend_capability.get(config, ["cpu"]), config)
-    return dict(pairs)
 
 
 def _bytes(buffer: Tensor) -> Tensor:

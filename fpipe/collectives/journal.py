@@ -8,7 +8,6 @@ fail: errors of the store are ignored. This module must not know messages.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
@@ -19,6 +18,7 @@ from typing import NamedTuple, TypeVar
 
 from ..errors import GroupError
 from .bounded import BoundedStore, StoreLostError
+from .data import decode, encode
 
 EVERY = 0.1
 BEAT = 1.0
@@ -133,11 +133,11 @@ class Journal:
         _stop(self._thread, self._end)
 
     def _set(self, kind: str, entry: Entry) -> None:
-        self._use(lambda store: store.set(f"{kind}/{self._rank}", json.dumps(entry)))
+        self._use(lambda store: store.set(f"{kind}/{self._rank}", encode(entry)))
 
     def _get(self, key: str) -> Entry | None:
-        text = self._use(lambda store: store.get(key) if store.check([key]) else None)
-        return None if text is None else Entry(*json.loads(text))
+        entry = self._use(lambda store: decode(store.get(key)) if store.check([key]) else None)
+        return entry if isinstance(entry, Entry) else None
 
     def _use(self, call: Callable[[BoundedStore], T]) -> T | None:
         with self._lock:

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gathering of objects through the store: no device and no backend is needed, and an error names a missing rank.
 
-For handshakes and barriers, a few per step at most. It polls: a blocking wait of the store prints warnings when it ends
-without a result. This module must not know messages.
+Objects are data (``data.py``): to read them runs no code. For handshakes and barriers, a few per step at most. It
+polls: a blocking wait of the store prints warnings when it ends without a result. This module must not know messages.
 """
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable
 from itertools import count
 from typing import Any
 
+from ..errors import GroupError
 from .bounded import BoundedStore
+from .data import decode, encode
 from .faults import FaultMonitor
 
 _LINGER = 5.0  #: seconds that rank 0, which may host the store, waits for the others to leave a round
@@ -38,20 +39,28 @@ class Rendezvous:
         number = next(self._rounds)
         if monitor.size == 1:
             return [obj]
+        raw = self._encoded(obj)
         with monitor.waiting(None, "to meet"):
-            store.set(f"round/{number}/{monitor.rank}", pickle.dumps(obj))
+            store.set(f"round/{number}/{monitor.rank}", raw)
             if number >= 2:  # a rank in round n-1 has read all of round n-2
                 store.delete_key(f"round/{number - 2}/{monitor.rank}")
         objects = [obj if rank == monitor.rank else self._read(number, rank) for rank in range(monitor.size)]
         self._leave(number)
         return objects
 
+    def _encoded(self, obj: object) -> bytes:
+        try:
+            return encode(obj)
+        except GroupError as error:
+            self._monitor.failed(error)  # the others wait for this rank
+            raise
+
     def _read(self, number: int, rank: int) -> Any:
         key = f"round/{number}/{rank}"
         with self._monitor.waiting(rank, "to meet"):
             if not self._appears(key, rank, self._monitor.timeout):
                 raise RuntimeError(f"timed out: rank {rank} has not called it")
-            return pickle.loads(self._store.get(key))
+            return decode(self._store.get(key))
 
     def _appears(self, key: str, rank: int | None, seconds: float) -> bool:
         """Poll until a key is set; raises if the rank that should set it reports a failure."""

@@ -59,7 +59,8 @@ def probe(group: C10dGroup) -> list[Finding]:
         Finding(what, dtypes, group.can.fact(what, DTYPES[dtypes][0] if dtypes else None).status, _answer(ask))
         for what, dtypes, ask in _questions(group)
     ]
-    every = zip(*group.gather_objects(local), strict=True)
+    reports = group.gather_objects([(f.what, f.dtypes, f.status.name, f.result) for f in local])
+    every = zip(*([Finding(w, d, Status[s], r) for w, d, s, r in report] for report in reports), strict=True)
     return [next((finding for finding in of_ranks if not finding.right), of_ranks[0]) for of_ranks in every]
 
 

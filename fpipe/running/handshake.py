@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..collectives.agreement import Difference
+from ..collectives.data import decode, encode
 from ..collectives.group import Facts, Group
 from ..errors import MismatchError, PeerError
 
@@ -55,14 +56,18 @@ def _difference(texts: list[str], one: int, other: int) -> str:
     return ""
 
 
-def together(group: Group, work: Callable[[], T]) -> list[T]:
-    """Do something on every rank and gather the results; one rank's failure is raised on all."""
+def together(
+    group: Group, work: Callable[[], T], as_data: Callable[[T], Any], from_data: Callable[[Any], T]
+) -> list[T]:  # fmt: skip
+    """Do something on every rank and gather the results, as data; one rank's failure is raised on all."""
     if alone(group):
         return [work()]
     report: tuple[str, Any]
     failure: Exception | None = None
+    result: T | None = None
     try:
-        report = ("done", work())
+        result = work()
+        report = ("done", encode(as_data(result)))
     except Exception as error:  # reported to the others first, then raised here unchanged
         failure, report = error, ("failed", f"{type(error).__name__}: {error}")
     reports = group.gather_objects(report)
@@ -74,4 +79,5 @@ def together(group: Group, work: Callable[[], T]) -> list[T]:
             raise kind(
                 f"rank {group.global_rank(rank)} could not prepare this step, so nothing was sent. It said: {value}"
             )
-    return [value for _, value in reports]
+    here: Any = result
+    return [here if rank in group.here else from_data(decode(value)) for rank, (_, value) in enumerate(reports)]

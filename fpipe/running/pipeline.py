@@ -79,7 +79,7 @@ class Pipeline:
         return total if self.parts is None else self.parts.all_reduce(total)
 
     def gather(self, obj: object) -> list[Any]:
-        """What every process of the pipeline passed, by rank."""
+        """What every process of the pipeline passed, by rank: numbers, text, plain tensors, and containers of them."""
         return self.group.gather_objects(obj)
 
     # ---- parameters ---------------------------------------------------------------------------------------------

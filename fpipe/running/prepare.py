@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -26,6 +26,7 @@ from ..programs.tracing import Signature, programs_of
 from ..schedule import Schedule
 from ..stage import Stage
 from ..tree import AbstractTree, Aval, Spec
+from . import interfaces
 from .config import Config, tied_leaves
 from .debugging import check
 from .handshake import together
@@ -150,19 +151,19 @@ def _traced(config: Config, request: Request) -> list[_Traced]:
     while any(len(kind.interfaces) < stages for kind in traced):
         known = [len(kind.interfaces) for kind in traced]
 
-        def advance(known: list[int] = known) -> list[tuple[Interface, ...]]:
+        def advance(known: list[int] = known) -> list[dict[int, Interface]]:
             nonlocal traced
             traced = [_advanced(config, request, kind) for kind in traced]
-            return [kind.interfaces[count:] for kind, count in zip(traced, known, strict=True)]
+            return [dict(enumerate(kind.interfaces[count:], count)) for kind, count in zip(traced, known, strict=True)]
 
-        reports = together(config.group, advance)
+        reports = together(config.group, advance, _as_data, _from_data)
         news = [max((report[index] for report in reports), key=len) for index in range(len(traced))]
         if not any(news):
             raise MismatchError(
                 f"no process reported what stage {min(known)} returns; every process must run the same pipeline"
             )
         traced = [
-            replace(kind, interfaces=(*kind.interfaces[:count], *new))
+            replace(kind, interfaces=(*kind.interfaces[:count], *new.values()))
             for kind, count, new in zip(traced, known, news, strict=True)
         ]
     if config.loss is not None:
@@ -216,9 +217,17 @@ def _without_unused(config: Config, request: Request, traced: list[_Traced]) -> 
             pairs = [zip(old.interfaces, new.interfaces, strict=True) for old, new in zip(known, traced, strict=True)]
             return [{stage: new for stage, (old, new) in enumerate(each) if new is not old} for each in pairs]
 
-        for report in together(config.group, recut):
+        for report in together(config.group, recut, _as_data, _from_data):
             traced = [kind.updated(news) for kind, news in zip(traced, report, strict=True)]
     return traced
+
+
+def _as_data(news: Sequence[Mapping[int, Interface]]) -> list[dict[int, Any]]:
+    return [{stage: interfaces.as_data(new) for stage, new in each.items()} for each in news]
+
+
+def _from_data(news: Any) -> list[dict[int, Interface]]:
+    return [{stage: interfaces.from_data(new) for stage, new in each.items()} for each in news]
 
 
 def _recut(config: Config, request: Request, traced: _Traced) -> _Traced:

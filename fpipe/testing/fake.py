@@ -21,6 +21,7 @@ from torch import Tensor
 from ..collectives.adapt import reduction
 from ..collectives.agreement import Difference
 from ..collectives.capabilities import Capabilities
+from ..collectives.data import decode, encode
 from ..collectives.group import Done, Facts, Group, Pending, Work, check_channel, check_message, part_of
 from ..collectives.reduce import add_up
 from ..collectives.wire import wire_format
@@ -296,8 +297,8 @@ class FakeGroup(Group):
         return tensors
 
     def gather_objects(self, obj: object) -> list[Any]:
-        """The object of each rank."""
-        return self._start("gather_objects", obj)()
+        """The object of each rank, encoded and decoded as between processes."""
+        return list(map(decode, self._start("gather_objects", encode(obj))()))
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """In the order of ranks."""
