@@ -10,18 +10,22 @@ from collections.abc import Iterator
 import click
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from .cases import random_case
+from .cases import PER_MODEL, random_case
 from .engine import Outcome, numbered, run_case, start
 
 
 def _outcomes(first: int, count: int, seconds: float, jobs: int) -> Iterator[tuple[int, Outcome]]:
     end = time.monotonic() + seconds
-    with multiprocessing.get_context("spawn").Pool(jobs, start, maxtasksperchild=500) as pool:
-        for found in pool.imap_unordered(numbered, range(first, first + count), chunksize=8):
+    with multiprocessing.get_context("spawn").Pool(jobs, start, maxtasksperchild=100) as pool:
+        for found in pool.imap_unordered(numbered, range(first, first + count), chunksize=PER_MODEL):
             yield found
             if time.monotonic() > end:
                 pool.terminate()
                 return
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{n} {kind}" for kind, n in counts.most_common())
 
 
 @click.command()
@@ -38,14 +42,21 @@ def main(seed: int | None, first: int, cases: int, minutes: float, jobs: int, re
         click.echo(f"{(found := run_case(seed)).kind}: {found.text}")
         raise SystemExit(found.kind in ("different", "error"))
     counts: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    began = time.monotonic()
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as progress:
         task = progress.add_task("starting")
         for number, found in _outcomes(first, cases, 60 * minutes, jobs):
             counts[found.kind] += 1
+            if found.kind == "limit":
+                reasons[found.text] += 1
             if found.kind in ("different", "error") or (refused and found.kind == "refused"):
                 progress.console.print(f"case {number} {found.kind}: {found.text[:300]}", markup=False, soft_wrap=True)
-            progress.update(task, description=", ".join(f"{n} {kind}" for kind, n in counts.most_common()))
-    click.echo(", ".join(f"{n} {kind}" for kind, n in counts.most_common()))
+            progress.update(task, description=_listed(counts))
+    total, minutes = counts.total(), (time.monotonic() - began) / 60
+    click.echo(f"{total} cases, {total / minutes:.0f} a minute: " + _listed(counts))
+    if reasons:
+        click.echo(f"limits, where last bits may differ (see docs/design.md): {_listed(reasons)}")
     raise SystemExit(bool(counts["different"] or counts["error"]))
 
 

@@ -1,10 +1,15 @@
-"""Random cases: a model, a pipeline over it and a few calls of it, all from one seed."""
+"""Random cases: a model, a pipeline over it and a few calls of it, all from one seed.
+
+``PER_MODEL`` consecutive seeds share a model, and so its traces, which take nine tenths of the time of a case. They
+differ in schedule, ranks, options, parameters, data and calls.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -15,10 +20,11 @@ import fpipe
 from .models import Body, Shape, function, parameters, random_body, tensors_of
 from .operations import BY_NAME, WIDTH
 
-#: schedules that take one stage a rank, and those that take several; all with any number of microbatches
-ONE = ("GPipe", "1F1B", "ZBH1", "ZBH2")
-SEVERAL = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
-FOLDED = ("ZBV", "VHalf", "VMin")
+PER_MODEL = 16
+#: schedules that take one stage a rank, any number, and two
+ONE = ("GPipe", "1F1B", "Eager1F1B", "ZBH1", "ZBH2", "ZB1P", "ZB2P", "DualPipe")
+SEVERAL = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "Overlapped1F1B")
+FOLDED = ("ZBV", "VHalf", "VMin", "DualPipeV", "Hanayo")
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,30 @@ class Call:
     rows: tuple[int, ...]  # of each microbatch
     split: bool  # given as Microbatches
     input_grad: bool = False
+    scale: float | None = None  # loss_scale=
+
+
+@dataclass(frozen=True)
+class Model:
+    """Stages and their loss."""
+
+    number: int
+    bodies: tuple[Body, ...]
+    engines: tuple[str, ...]
+    loss: str  # "mean", "some", "aux" or "" for a pipeline without a loss
+    dtype: torch.dtype
+    dropout: bool  # the pipeline has a seed
+    rows: tuple[int, ...]  # sizes of microbatches
+
+    @property
+    def draws(self) -> bool:
+        """Whether a stage draws random numbers."""
+        return any(body.random for body in self.bodies)
+
+    @property
+    def stateful(self) -> bool:
+        """Whether a stage carries state."""
+        return any(body.state for body in self.bodies)
 
 
 @dataclass(frozen=True)
@@ -37,82 +67,98 @@ class Case:
     """Everything that a seed determines."""
 
     seed: int
-    bodies: tuple[Body, ...]
+    model: Model
     schedule: str
     ranks: int
-    engines: tuple[str, ...]
-    loss: str  # "mean", "some", "aux" or "" for a pipeline without a loss
     reduction: str
     frozen: tuple[str, ...]
     tied: tuple[tuple[str, ...], ...]
-    dtype: torch.dtype
-    wide: bool
-    dropout: bool
+    wide: bool  # accumulate=torch.float64
     count: int  # microbatches of a whole batch
     calls: tuple[Call, ...]
 
-    @property
-    def exact(self) -> bool:
-        """Whether every operation of the case keeps the bits of plain autograd."""
-        return all(BY_NAME[step.name].exact for body in self.bodies for step in body.steps)
-
     def __str__(self) -> str:
+        model = self.model
         head = (
-            f"case {self.seed}: {self.schedule} on {self.ranks} ranks, engines {'/'.join(self.engines)}, "
-            f"loss {self.loss or 'none'}, "
-            f"reduction {self.reduction}, {str(self.dtype).removeprefix('torch.')}"
+            f"case {self.seed}: {self.schedule} on {self.ranks} ranks, engines {'/'.join(model.engines)}, "
+            f"loss {model.loss or 'none'}, "
+            f"reduction {self.reduction}, {str(model.dtype).removeprefix('torch.')}"
         )
         options = [f"frozen {self.frozen}"] if self.frozen else []
         options += [f"tied {self.tied}"] if self.tied else []
         options += ["accumulate float64"] if self.wide else []
-        options += ["seed=7"] if self.dropout else []
+        options += ["seed=7"] if model.dropout else []
         lines = [head, *(f"  {option}" for option in options)]
-        for number, body in enumerate(self.bodies):
+        for number, body in enumerate(model.bodies):
             lines += [f"  stage {number}: " + str(body).replace("\n", "\n    ")]
         return "\n".join([*lines, *(f"  {call}" for call in self.calls)])
 
 
-def random_case(seed: int) -> Case:
-    """The case of a seed."""
-    draw = random.Random(seed)
-    kind = draw.random()
-    ranks = draw.choice((1, 2, 2, 3, 4))
-    if kind < 0.5:
-        name, stages = draw.choice(ONE), ranks
-    elif kind < 0.75:
-        name, stages = draw.choice(SEVERAL), 2 * ranks
-    else:
-        name, stages = draw.choice(FOLDED), 2 * ranks
+@lru_cache(maxsize=2)
+def random_model(number: int) -> Model:
+    """The model of a number."""
+    draw = random.Random(f"model {number}")
+    stages = draw.choice((1, 2, 2, 2, 3, 4, 4, 6))
     dtype32, dropout = draw.random() < 0.75, draw.random() < 0.15
     bodies: list[Body] = []
     engines: list[str] = []
     inputs = 1
     for _ in range(stages):
         engine = "eager" if draw.random() < 0.2 else "trace"
-        limits = Shape(dropout=dropout, dtype32=dtype32, eager=engine == "eager")
-        body = random_body(draw, inputs, limits)
-        bodies.append(body)
+        bodies.append(random_body(draw, inputs, Shape(dropout=dropout, dtype32=dtype32, eager=engine == "eager")))
         engines.append(engine)
-        inputs = len(body.outputs)
-    has_loss = draw.random() < 0.8
-    if not has_loss:
+        inputs = len(bodies[-1].outputs)
+    loss = draw.choice(("mean", "some", "aux")) if draw.random() < 0.8 else ""
+    if not loss:
         bodies = [replace(body, aux_loss=False) for body in bodies]
-    frozen = tuple(f"{s}" for s in range(stages) if draw.random() < 0.08 and bodies[s].shapes)
-    count = ranks * draw.choice((1, 2, 2, 3)) if draw.random() < 0.8 else draw.randint(1, 7)
-    calls = tuple(_random_call(draw, has_loss, count) for _ in range(draw.choice((1, 1, 2, 3))))
-    return Case(
-        seed, tuple(bodies), name, ranks, tuple(engines), draw.choice(("mean", "some", "aux")) if has_loss else "",
-        draw.choice(("mean", "mean", "sum", "weighted")) if has_loss else "mean", frozen, _ties(draw, bodies),
-        torch.float32 if dtype32 else torch.float64, draw.random() < 0.1 and dtype32, dropout, count, calls,
-    )  # fmt: skip
+    rows = (2,) if draw.random() < 0.6 else tuple(draw.sample((1, 2, 3), 2))
+    dtype = torch.float32 if dtype32 else torch.float64
+    return Model(number, tuple(bodies), tuple(engines), loss, dtype, dropout, rows)
 
 
-def _random_call(draw: random.Random, has_loss: bool, count: int) -> Call:
+def random_case(seed: int) -> Case:
+    """The case of a seed."""
+    model, draw = random_model(seed // PER_MODEL), random.Random(seed)
+    bodies, stages = model.bodies, len(model.bodies)
+    name, ranks, count = _random_schedule(draw, model)
+    frozen = tuple(f"{s}" for s in range(stages) if draw.random() < 0.03 and bodies[s].shapes)
+    calls = tuple(_random_call(draw, model, count) for _ in range(draw.choice((1, 1, 2, 3))))
+    reduction = draw.choice(("mean", "mean", "sum", "weighted")) if model.loss else "mean"
+    wide = draw.random() < 0.1 and model.dtype is torch.float32
+    return Case(seed, model, name, ranks, reduction, frozen, _ties(draw, bodies), wide, count, calls)
+
+
+def _random_schedule(draw: random.Random, model: Model) -> tuple[str, int, int]:
+    """A schedule that takes the stages of a model: its name, ranks and microbatches."""
+    stages = len(model.bodies)
+    # The replicas of a stage, as in DualPipe, each carry a state.
+    names = [name for name in ONE + SEVERAL + FOLDED if name != "DualPipe" or not model.stateful]
+    while True:
+        name = draw.choice(names)
+        per_rank = 1 if name in ONE else 2 if name in FOLDED else draw.choice([n for n in (1, 2, 3) if stages % n == 0])
+        ranks = max(stages // per_rank, 1)
+        count = ranks * draw.choice((1, 2, 2, 3)) if draw.random() < 0.7 else draw.randint(1, 6)
+        if fits(name, ranks, count, stages):
+            return name, ranks, count
+
+
+@cache
+def fits(name: str, ranks: int, microbatches: int, stages: int) -> bool:
+    """Whether there is such a schedule."""
+    try:
+        fpipe.make_schedule(name, ranks, microbatches, stages=stages)
+    except fpipe.ScheduleError:
+        return False
+    return True
+
+
+def _random_call(draw: random.Random, model: Model, count: int) -> Call:
     split = draw.random() < 0.4
     number = draw.choice((count, count, count + 1, 2 * count)) if split else count
-    rows = tuple(draw.choice((1, 2, 3)) for _ in range(number)) if split and draw.random() < 0.6 else (2,) * number
-    kind = draw.choice(("grad", "grad", "grad", "forward")) if has_loss else draw.choice(("vjp", "vjp", "forward"))
-    return Call(kind, number, rows, split, draw.random() < 0.3)
+    rows = tuple(draw.choice(model.rows) for _ in range(number)) if split else model.rows[:1] * number
+    kind = draw.choice(("grad", "grad", "grad", "forward")) if model.loss else draw.choice(("vjp", "vjp", "forward"))
+    scale = draw.choice((None, None, 4.0)) if kind == "grad" else None
+    return Call(kind, number, rows, split, draw.random() < 0.3, scale)
 
 
 def _ties(draw: random.Random, bodies: Sequence[Body]) -> tuple[tuple[str, ...], ...]:
@@ -128,44 +174,82 @@ def _ties(draw: random.Random, bodies: Sequence[Body]) -> tuple[tuple[str, ...],
 
 
 # ---- what a case runs -----------------------------------------------------------------------------------------------
-def loss_function(case: Case) -> Callable[..., Any]:
-    """The loss; "some" reads the first leaf alone, "aux" returns a second value too."""
-
-    def loss(y: Any, target: Tensor) -> Any:
-        leaves = tensors_of(y)[:1] if case.loss == "some" else tensors_of(y)
-        total = sum(((leaf - target.to(leaf.dtype)) ** 2).mean() for leaf in leaves)
-        return (total, {"first": leaves[0].detach().sum(), "n": 1}) if case.loss == "aux" else total
-
-    return loss
+def _every(y: Any, target: Tensor) -> Tensor:
+    return sum(((leaf - target.to(leaf.dtype)) ** 2).mean() for leaf in tensors_of(y))  # type: ignore[return-value]
 
 
-def stages_of(case: Case) -> list[fpipe.Stage]:
-    """The stages of a case."""
+def _some(y: Any, target: Tensor) -> Tensor:
+    leaf = tensors_of(y)[0]
+    return ((leaf - target.to(leaf.dtype)) ** 2).mean()
+
+
+def _aux(y: Any, target: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    return _every(y, target), {"first": tensors_of(y)[0].detach().sum(), "n": 1}
+
+
+#: "some" reads the first leaf alone, "aux" returns a second value too
+LOSSES: dict[str, Callable[..., Any]] = {"mean": _every, "some": _some, "aux": _aux}
+
+
+@lru_cache(maxsize=2)
+def stages_of(model: Model) -> list[fpipe.Stage]:
+    """The stages of a model."""
     return [
         fpipe.Stage(function(body), aux_loss=body.aux_loss, state=body.state, engine=engine, name=f"s{n}")  # type: ignore[arg-type]
-        for n, (body, engine) in enumerate(zip(case.bodies, case.engines, strict=True))
+        for n, (body, engine) in enumerate(zip(model.bodies, model.engines, strict=True))
     ]
 
 
 def parameters_of(case: Case) -> list[Any]:
     """The parameters of all stages; tied ones are equal."""
     generator = torch.Generator().manual_seed(case.seed)
-    params = [parameters(body, generator, case.dtype) for body in case.bodies]
+    params = [parameters(body, generator, case.model.dtype) for body in case.model.bodies]
     for first, second in case.tied:
         (s, i), (t, j) = (tuple(map(int, name.split("."))) for name in (first, second))
         params[t][j] = params[s][i].clone()
     return params
 
 
-def batch_of(case: Case, call: Call, number: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def states_of(case: Case) -> list[Any]:
+    """The initial state of each stage, ``None`` for those without one."""
+    start = lambda: {"n": torch.tensor(0), "m": torch.zeros(WIDTH, dtype=case.model.dtype)}
+    return [start() if body.state else None for body in case.model.bodies]
+
+
+@dataclass(frozen=True)
+class Batch:
     """Inputs, targets and the side input, by microbatch."""
+
+    xs: list[Tensor]
+    targets: list[Tensor]
+    scales: list[Tensor]
+
+
+def batch_of(case: Case, call: Call, number: int) -> Batch:
+    """The batch of a call."""
     generator = torch.Generator().manual_seed(1000 * case.seed + number)
-    one = lambda n, *shape: torch.randn(n, *shape, generator=generator, dtype=case.dtype)
+    one = lambda n, *shape: torch.randn(n, *shape, generator=generator, dtype=case.model.dtype)
     xs = [one(n, WIDTH) for n in call.rows]
     targets = [one(n, WIDTH) for n in call.rows]
-    return xs, targets, [one(n, 1) for n in call.rows]
+    return Batch(xs, targets, [one(n, 1) for n in call.rows])
 
 
 def weight(target: Tensor) -> Tensor:
     """The weight of a microbatch, for ``fpipe.weighted``."""
     return (target > 0).sum()
+
+
+def tied_under_autocast(case: Case) -> bool:
+    """Whether a tied parameter is cast by autocast."""
+    under = lambda s, i: any(
+        i in step.params and step.name.startswith("autocast") for step in case.model.bodies[s].steps
+    )
+    return any(under(*map(int, name.split("."))) for pair in case.tied for name in pair)
+
+
+def traces_prod(model: Model) -> bool:
+    """Whether a traced stage computes ``torch.prod``."""
+    return any(
+        engine == "trace" and any(not BY_NAME[step.name].exact for step in body.steps)
+        for body, engine in zip(model.bodies, model.engines, strict=True)
+    )

@@ -115,36 +115,21 @@ def function(body: Body) -> Callable[..., Any]:
             others = others or [torch.arange(len(work[0]))]
         return pack(body.container, [*outputs, *others[:1], *body.extras]), work[-1]
 
+    def results(p: Any, state: Any, x: Any, scale: Tensor | None = None) -> Any:
+        y, last = run(p, x, scale)
+        out = [y, *([last.square().mean() * 0.1] if body.aux_loss else [])]
+        if body.state:
+            out.append({"n": state["n"] + 1, "m": 0.9 * state["m"] + 0.1 * last.detach().mean(0)})
+        return out[0] if len(out) == 1 else tuple(out)
+
+    # fpipe reads the signature: a side input is an argument that is given by keyword alone
     if body.state and body.side:
-
-        def fn(p: Any, state: Any, x: Any, *, scale: Tensor) -> Any:
-            y, last = run(p, x, scale)
-            return (y, {"n": state["n"] + 1, "m": 0.9 * state["m"] + 0.1 * last.detach().mean(0)})
-    elif body.state:
-
-        def fn(p: Any, state: Any, x: Any) -> Any:
-            y, last = run(p, x, None)
-            return (y, {"n": state["n"] + 1, "m": 0.9 * state["m"] + 0.1 * last.detach().mean(0)})
-    elif body.aux_loss and body.side:
-
-        def fn(p: Any, x: Any, *, scale: Tensor) -> Any:
-            y, last = run(p, x, scale)
-            return y, last.square().mean() * 0.1
-    elif body.aux_loss:
-
-        def fn(p: Any, x: Any) -> Any:
-            y, last = run(p, x, None)
-            return y, last.square().mean() * 0.1
-    elif body.side:
-
-        def fn(p: Any, x: Any, *, scale: Tensor) -> Any:
-            return run(p, x, scale)[0]
-    else:
-
-        def fn(p: Any, x: Any) -> Any:
-            return run(p, x, None)[0]
-
-    return fn
+        return lambda p, state, x, *, scale: results(p, state, x, scale)
+    if body.state:
+        return lambda p, state, x: results(p, state, x)
+    if body.side:
+        return lambda p, x, *, scale: results(p, None, x, scale)
+    return lambda p, x: results(p, None, x)
 
 
 def parameters(body: Body, generator: torch.Generator, dtype: torch.dtype) -> Any:
@@ -193,5 +178,5 @@ def random_body(draw: random.Random, inputs: int, limits: Shape) -> Body:
     return Body(
         tuple(steps), inputs, tuple(outputs), draw.choice(CONTAINERS), tuple(shapes), draw.random() < 0.3, extras,
         counter=draw.random() < 0.15,
-        aux_loss=draw.random() < 0.12, state=False, side=draw.random() < 0.15,
+        aux_loss=draw.random() < 0.12, state=draw.random() < 0.1, side=draw.random() < 0.15,
     )  # fmt: skip

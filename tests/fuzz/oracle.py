@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import optree
@@ -12,85 +12,150 @@ from torch import Tensor
 
 import fpipe
 
-from .cases import Call, Case, loss_function, weight
+from .cases import LOSSES, Batch, Call, Case, stages_of, tied_under_autocast, traces_prod, weight
 from .models import tensors_of
 
 leaves_of = lambda t: optree.tree_leaves(t, namespace="fpipe")
+Grads = list[list[Tensor | None]]
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a call must return."""
+    """What a call must return; ``limits`` are the documented reasons for which its last bits may differ."""
 
     value: Any
-    grads: list[Any] | None = None
+    grads: Grads | None = None
     input_grads: list[Tensor | None] | None = None
     aux: list[Any] | None = None
+    state: list[Any] | None = None
+    limits: frozenset[str] = frozenset()
 
 
-def expected(
-    case: Case, call: Call, stages: Sequence[fpipe.Stage], params: list[Any], schedule: fpipe.Schedule,
-    batch: tuple[list[Tensor], list[Tensor], list[Tensor]], cotangents: list[list[Tensor]] | None,
-) -> Expected:  # fmt: skip
+@dataclass(frozen=True)
+class Given:
+    """The arguments of a call."""
+
+    params: list[Any]
+    batch: Batch
+    cotangents: list[list[Tensor]] | None
+    state: list[Any]
+
+    def to(self, dtype: torch.dtype) -> Given:
+        """The same numbers in another dtype."""
+        cast = lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
+        every = lambda tree: optree.tree_map(cast, tree, namespace="fpipe")
+        batch = Batch(*(every(part) for part in (self.batch.xs, self.batch.targets, self.batch.scales)))
+        return Given(every(self.params), batch, every(self.cotangents), every(self.state))
+
+
+@dataclass
+class _Run:
+    """What one microbatch after another adds to."""
+
+    losses: list[Tensor]
+    outputs: list[Any]
+    auxes: list[Any]
+    grads: list[Grads]  # by microbatch
+    input_grads: list[Tensor | None]
+    state: list[Any]
+    limits: set[str]
+
+
+def expected(case: Case, call: Call, given: Given, schedule: fpipe.Schedule) -> Expected:
     """Run the microbatches one after another."""
-    xs, targets, scales = batch
-    weights = _weights(case, targets)
-    per_microbatch: list[list[list[Tensor | None]]] = []
-    losses, outputs, input_grads, auxes = [], [], [], []
+    weights = _weights(case, given.batch.targets)
+    run = _Run([], [], [], [], [], list(given.state), set())
     for m in range(call.microbatches):
-        live = [optree.tree_map(lambda t: t.clone().requires_grad_(), p, namespace="fpipe") for p in params]
-        x = xs[m].clone().requires_grad_()
-        y, extra = x, None
-        for stage, p in zip(stages, live, strict=True):
-            out = stage.fn(p, y, **({"scale": scales[m]} if "scale" in stage.sides else {}))
-            if stage.aux_loss:
-                out, more = out
-                extra = more if extra is None else extra + more
-            y = out
-        flat = [leaf for p in live for leaf in leaves_of(p)]
-        if case.loss:
-            value = loss_function(case)(y, targets[m])
-            if case.loss == "aux":
-                value, aux = value
-                auxes.append(aux)
-            value = value if extra is None else value + extra
-            roots, seeds = [value], [torch.ones_like(value) * weights[m]]
-            losses.append(value.detach())
-        else:
-            outputs.append(optree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, y, namespace="fpipe"))
-            pairs = zip(tensors_of(y), [] if cotangents is None else cotangents[m], strict=False)
-            chosen = [(t, c) for t, c in pairs if t.requires_grad]
-            roots, seeds = [t for t, _ in chosen], [c for _, c in chosen]
-        if call.kind == "forward":
-            continue
-        wanted = [*flat, x]
-        found = (
-            torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
-            if roots and any(r.requires_grad for r in roots)
-            else [None] * len(wanted)
-        )
-        input_grads.append(found[-1])
-        rows, at = [], 0
-        for p in live:
-            count = len(leaves_of(p))
-            rows.append(list(found[at : at + count]))
-            at += count
-        per_microbatch.append(rows)
-    value = _total(losses, weights) if case.loss else outputs
+        _microbatch(case, call, given, weights[m], m, run)
+    value = _total(run.losses, weights) if case.model.loss else run.outputs
+    limits = {"prod"} if traces_prod(case.model) else set()
+    limits |= {"tied under autocast"} if tied_under_autocast(case) else set()
+    found = Expected(value, aux=run.auxes, state=run.state, limits=frozenset(run.limits | limits))
     if call.kind == "forward":
-        return Expected(value, aux=auxes)
-    grads = _accumulated(case, per_microbatch, params, schedule)
-    grads_x = [torch.zeros_like(x) if g is None else g for x, g in zip(xs, input_grads, strict=True)]
-    return Expected(value, _summed_ties(case, grads, params), grads_x, auxes)
+        return found
+    grads = _summed_ties(case, _accumulated(case, run.grads, given.params, schedule))
+    zeros = zip(given.batch.xs, run.input_grads, strict=True)
+    return replace(found, grads=grads, input_grads=[torch.zeros_like(x) if g is None else g for x, g in zeros])
 
 
+def _microbatch(case: Case, call: Call, given: Given, weight: Any, m: int, run: _Run) -> None:
+    live = [optree.tree_map(lambda t: t.clone().requires_grad_(), p, namespace="fpipe") for p in given.params]
+    x = given.batch.xs[m].clone().requires_grad_()
+    y, extra = _through(case, given, live, x, m, run)
+    if case.model.loss:
+        value = LOSSES[case.model.loss](y, given.batch.targets[m])
+        if case.model.loss == "aux":
+            value, aux = value
+            run.auxes.append(aux)
+        value = value if extra is None else value + extra
+        roots, seeds = [value], [torch.ones_like(value) * weight * (call.scale or 1)]
+        run.losses.append(value.detach())
+    else:
+        run.outputs.append(optree.tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, y, namespace="fpipe"))
+        pairs = zip(tensors_of(y), [] if given.cotangents is None else given.cotangents[m], strict=False)
+        chosen = [(t, c) for t, c in pairs if t.requires_grad]
+        roots, seeds = [t for t, _ in chosen], [c for _, c in chosen]
+    if call.kind == "forward":
+        return
+    wanted = [*(leaf for p in live for leaf in leaves_of(p)), x]
+    found: Sequence[Tensor | None] = [None] * len(wanted)
+    if any(r.requires_grad for r in roots):
+        found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+    run.input_grads.append(found[-1])
+    each = iter(found)
+    run.grads.append([[next(each) for _ in leaves_of(p)] for p in live])
+
+
+def _through(case: Case, given: Given, live: list[Any], x: Tensor, m: int, run: _Run) -> tuple[Any, Tensor | None]:
+    """The output of the last stage, and the sum of the auxiliary losses."""
+    y, extra = x, None
+    for s, (stage, p) in enumerate(zip(stages_of(case.model), live, strict=True)):
+        side = {"scale": given.batch.scales[m]} if "scale" in stage.sides else {}
+        out = stage.fn(p, run.state[s], y, **side) if stage.state else stage.fn(p, y, **side)
+        if stage.state:
+            *out, run.state[s] = out
+            out = out if stage.aux_loss else out[0]
+        y, more = out if stage.aux_loss else (out, None)
+        if more is not None:
+            extra = more if extra is None else extra + more
+        for leaf in tensors_of(y):
+            _note_limits(leaf, case.model.engines[s] == "trace", run.limits)
+    return y, extra
+
+
+# ---- documented limits ----------------------------------------------------------------------------------------------
+def has_gaps(t: Tensor) -> bool:
+    """Whether a tensor leaves out elements of its memory, apart from axes that repeat one element."""
+    step = 1
+    for stride, size in sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n > 1 and s):
+        if stride != step:
+            return True
+        step *= size
+    return False
+
+
+def _note_limits(leaf: Tensor, traced: bool, limits: set[str]) -> None:
+    """Note what docs/design.md lists under "Limits", for the output leaf of a stage."""
+    if has_gaps(leaf):
+        limits.add("view with gaps")
+    if leaf.requires_grad and traced:
+        strides = leaf.stride()
+
+        def hook(grad: Tensor) -> None:
+            if grad.stride() != strides:
+                limits.add("strides of a cotangent")
+
+        leaf.register_hook(hook)
+
+
+# ---- sums -----------------------------------------------------------------------------------------------------------
 def _weights(case: Case, targets: Sequence[Tensor]) -> list[Any]:
     count = len(targets)
     if case.reduction == "weighted":
         counts = [weight(t).to(torch.float64) for t in targets]
         total = torch.stack(counts).sum()
         total = torch.where(total == 0, torch.ones_like(total), total)
-        return [(c / total).to(case.dtype) for c in counts]
+        return [(c / total).to(targets[0].dtype) for c in counts]
     return [1.0 / count if case.reduction == "mean" else 1.0] * count
 
 
@@ -117,10 +182,8 @@ def _order(schedule: fpipe.Schedule, stage: int) -> list[list[int]]:
     return rows
 
 
-def _accumulated(
-    case: Case, found: list[list[list[Tensor | None]]], params: list[Any], schedule: fpipe.Schedule
-) -> list[list[Tensor | None]]:
-    out: list[list[Tensor | None]] = []
+def _accumulated(case: Case, found: list[Grads], params: list[Any], schedule: fpipe.Schedule) -> Grads:
+    out: Grads = []
     for stage, p in enumerate(params):
         row: list[Tensor | None] = []
         for index, leaf in enumerate(leaves_of(p)):
@@ -137,14 +200,13 @@ def _accumulated(
                     grad = grad.double() if case.wide else grad
                     part = grad.clone() if part is None else part + grad
                 total = part if total is None else total if part is None else total + part
-            row.append(
-                torch.zeros_like(leaf, dtype=torch.float64 if case.wide else leaf.dtype) if total is None else total
-            )
+            zeros = torch.zeros_like(leaf, dtype=torch.float64 if case.wide else leaf.dtype)
+            row.append(zeros if total is None else total)
         out.append(row)
     return out
 
 
-def _summed_ties(case: Case, grads: list[list[Tensor | None]], params: list[Any]) -> list[list[Tensor | None]]:
+def _summed_ties(case: Case, grads: Grads) -> Grads:
     for names in case.tied:
         places = [tuple(map(int, name.split("."))) for name in names]
         parts = [grads[s][i] for s, i in places]
@@ -154,35 +216,3 @@ def _summed_ties(case: Case, grads: list[list[Tensor | None]], params: list[Any]
         for s, i in places:
             grads[s][i] = total
     return grads
-
-
-def same(a: Any, b: Any, exact: bool) -> str:
-    """ "" where two trees are equal, else the first difference."""
-    one, other = leaves_of(a), leaves_of(b)
-    if len(one) != len(other):
-        return f"{len(one)} leaves where {len(other)} are expected"
-    for n, (x, y) in enumerate(zip(one, other, strict=True)):
-        if not isinstance(y, Tensor):
-            if x != y:
-                return f"leaf {n} is {x!r}, expected {y!r}"
-            continue
-        if not isinstance(x, Tensor) or x.shape != y.shape or x.dtype != y.dtype:
-            got = f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else repr(x)
-            return f"leaf {n} is {got}, expected {y.dtype}{list(y.shape)}"
-        if torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(), y.nan_to_num()):
-            continue
-        close = torch.allclose(x.double(), y.double(), rtol=1e-4, atol=1e-5, equal_nan=True)
-        if exact or not close:
-            worst = float((x.double() - y.double()).abs().nan_to_num(float("inf")).max())
-            return f"leaf {n} {'differs in its last bits' if close else 'is wrong'}: {worst:.3g} at most"
-    return ""
-
-
-def as_rows(params: Sequence[Any], grads: Sequence[Any]) -> list[list[Any]]:
-    """Gradients as flat rows, with None where a leaf has none."""
-    rows = []
-    for p, g in zip(params, grads, strict=True):
-        none_is_leaf = optree.tree_leaves(g, none_is_leaf=True, namespace="fpipe")
-        skeleton = optree.tree_leaves(p, none_is_leaf=True, namespace="fpipe")
-        rows.append([found for found, like in zip(none_is_leaf, skeleton, strict=True) if like is not None])
-    return rows
