@@ -11,7 +11,7 @@ ARGS   ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch fuzz golden lint format bench bench-gpu docs clean
+.PHONY: help demo test test-torch fuzz operators golden lint format bench bench-gpu docs clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -55,6 +55,9 @@ test-torch: | $(VENV)/.installed-dev ## the whole suite with another torch, in a
 
 fuzz: $(VENV)/.installed-dev ## random pipelines against plain autograd; ARGS="--minutes 10", ARGS="--case 7"
 	@$(BIN)/python -m tests.fuzz $(ARGS)
+
+operators: $(VENV)/.installed-dev ## every differentiable operator of torch as a stage, with both engines
+	@$(BIN)/python -m tests.fuzz.operators $(ARGS)
 
 golden: $(VENV)/.installed-dev ## rewrite golden files and the output shown in the docs; then review git diff
 	@$(BIN)/python -m pytest -n $(JOBS) --update-golden tests/whole/test_golden.py tests/whole/test_docs.py $(ARGS)

@@ -17,7 +17,7 @@ from torch import fx
 from ..errors import TraceError
 from ..tree import arriving
 from .explain import write_error
-from .internals import mutates, operator_of, storage_id, updates_statistics
+from .internals import mutates, operator_of, resolved, storage_id, updates_statistics
 
 _T, _SUM, _VIEW = torch.ops.aten.t.default, torch.ops.aten.sum.dim_IntList, torch.ops.aten.view.default
 _RNN = torch.ops.aten.mkldnn_rnn_layer.default
@@ -162,24 +162,19 @@ def _split_convolution(graph: fx.GraphModule, node: fx.Node) -> None:
 
 
 def resolve(graph: fx.GraphModule) -> None:
-    """Resolve lazy conjugates and negations in what is returned: a message contains numbers, not flags of a tensor."""
+    """Resolve lazy tensors that are returned, such as conjugates: a message contains numbers, not flags of a tensor."""
     output = next(iter(graph.graph.find_nodes(op="output")))
     targets = {str(node.target) for node in graph.graph.nodes}
-    resolved: dict[fx.Node, fx.Node] = {}
+    numbers: dict[fx.Node, fx.Node] = {}
     for node in dict.fromkeys(n for n in output.args[0] if isinstance(n, fx.Node) and n.op == "call_function"):
         value = value_of(node)
-        lazy = (
-            value is not None and ("aten._conj.default" if value.is_complex() else "aten._neg_view.default") in targets
-        )
+        flag = "aten._conj.default" if value is not None and value.is_complex() else "aten._neg_view.default"
+        lazy = value is not None and not targets.isdisjoint((flag, "aten._efficientzerotensor.default"))
         if lazy:
             with graph.graph.inserting_before(output):
-                resolved[node] = graph.graph.call_function(_resolved, (node,))
-            resolved[node].meta["val"] = value
-    output.args = ([resolved.get(n, n) for n in output.args[0]],)
-
-
-def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().resolve_neg()
+                numbers[node] = graph.graph.call_function(resolved, (node,))
+            numbers[node].meta["val"] = value
+    output.args = ([numbers.get(n, n) for n in output.args[0]],)
 
 
 def copy_shared_outputs(graph: fx.GraphModule) -> None:

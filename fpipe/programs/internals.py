@@ -77,6 +77,20 @@ def versions(leaves: Iterable[Any]) -> list[int]:
     return [leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0 for leaf in leaves]
 
 
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with numbers instead of lazy flags: conjugate, negative, or all zeros without memory.
+
+    >>> x = torch.ones(1, requires_grad=True)
+    >>> lazy = torch.autograd.grad(torch.sgn(x), x)[0]
+    >>> lazy.add_(1)
+    Traceback (most recent call last):
+    RuntimeError: ZeroTensors are immutable. Please use the materialized zero tensor ...
+    >>> resolved(lazy).add_(1)
+    tensor([1.])
+    """
+    return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_conj().resolve_neg()
+
+
 @lru_cache(maxsize=4096)
 def _saved_names(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))

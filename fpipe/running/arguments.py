@@ -142,6 +142,17 @@ class Call:
     # ---- its signature ------------------------------------------------------------------------------------------
     def signature(self) -> tuple[Any, ...]:
         """Everything that plans depend on, as a key: cheap, since each call computes it."""
+        try:
+            return self._signature()
+        except RuntimeError as error:  # torch has no strides for these
+            every = [*(leaf for leaves, _ in self.leaves.values() for leaf in leaves), *self.batch_leaves]
+            layouts = {str(leaf.layout) for leaf in every if tree.is_tensor(leaf)} - {"torch.strided"}
+            raise BatchError(
+                f"an argument has the layout {', '.join(sorted(layouts))}, and a tensor without strides cannot be an "
+                "argument of a stage; give its parts (crow_indices, col_indices and values, say), or to_dense() of it"
+            ) from error
+
+    def _signature(self) -> tuple[Any, ...]:
         return (
             self.mode, self.wanted, self.has_aux, self.each is None, self.number, debugging(), ambient(),
             tuple((spec, *map(tree.cache_key, leaves)) for leaves, spec in self.leaves.values()),

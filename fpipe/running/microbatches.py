@@ -80,6 +80,11 @@ def _check_leaf(leaf: Any, parts: int, name: str, shared_scalars: bool) -> None:
     """Raise BatchError where a leaf cannot be cut into equal parts."""
     if not isinstance(leaf, torch.Tensor) or (shared_scalars and leaf.dim() == 0):
         return
+    if leaf.layout is not torch.strided:
+        raise BatchError(
+            f"{name} holds a tensor of layout {leaf.layout}, which cannot be cut into {parts} microbatches; "
+            "pass fpipe.Microbatches([...]), or to_dense() of it"
+        )
     if leaf.dim() == 0:
         raise BatchError(
             f"{name} holds a tensor without axes, which cannot be cut into {parts} microbatches; "

@@ -326,3 +326,16 @@ def test_a_leaf_that_is_returned_twice_has_the_bits_of_one_tensor(engine: Any, s
     for stage, p in zip(stages[3:], params[3:], strict=True):
         y = stage(p, y)
     assert torch.equal(pipe(params[3:], X), y)
+
+
+@pytest.mark.parametrize("engine", ["trace", "eager"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_zeros_without_memory_are_numbers_when_they_are_returned(engine: Any, microbatches: int):
+    """The backward of sgn returns zeros that have no memory: no address, and nothing can be added to them in place."""
+    stages = [lambda p, x: x + torch.sgn(p), lambda p, x: torch.sgn(x) * p]
+    pipe = fpipe.pipeline(
+        stages, loss=lambda y: y.sum(), reduction="sum", microbatches=microbatches, group=fpipe.local(2), engine=engine
+    )
+    _, (grads, dx) = fpipe.value_and_grad(pipe, (0, 1))([torch.ones(3)] * 2, torch.ones(2, 3))
+    assert [g.tolist() for g in grads] == [[0.0] * 3, [2.0] * 3] and not dx.any()
+    assert all(g.add_(1).data_ptr() for g in (*grads, dx))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -28,6 +29,12 @@ def data() -> tuple[list[Tensor], Tensor, Tensor]:
 
 
 PARAMS, X, T = data()
+
+
+def compressed() -> torch.Tensor:
+    with warnings.catch_warnings():  # torch calls this layout beta
+        warnings.simplefilter("ignore")
+        return torch.eye(3).to_sparse_csr()
 
 
 def step(pipe: fpipe.Pipeline, params: Any = PARAMS, x: Any = X, *targets: Any, **side: Any) -> Any:
@@ -129,6 +136,16 @@ CALLED_WRONG = {
         lambda: fpipe.vjp(piped(loss=None), PARAMS, X)[1](torch.ones(8, 4)), fpipe.BatchError, r"shape \[8, 4\]",
     ),
     "no cotangent": (lambda: fpipe.vjp(piped(loss=None), PARAMS, X)[1](None), fpipe.BatchError, "dy is None"),
+    "a compressed sparse parameter": (
+        lambda: step(piped(), [compressed(), *PARAMS[1:]]), fpipe.BatchError, "layout torch.sparse_csr",
+    ),
+    "compressed sparse microbatches": (
+        lambda: step(piped(), PARAMS, fpipe.Microbatches([compressed()] * 4)), fpipe.BatchError,
+        "layout torch.sparse_csr",
+    ),
+    "a sparse batch": (
+        lambda: step(piped(), PARAMS, X.to_sparse()), fpipe.BatchError, "sparse_coo, which cannot be cut",
+    ),
     "an unhashable leaf": (
         lambda: step(piped([lambda p, v: layer(p, v["x"]), layer, layer, layer]), PARAMS, {"x": X, "s": {1}}),
         fpipe.FpipeError, "neither a tensor nor hashable",

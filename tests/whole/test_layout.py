@@ -78,7 +78,7 @@ PRIVATE_TORCH = {
     "plans.weaving.estimates": {"_c10d_functional", "_unsafe_view"},
     "programs.fake": {"_subclasses"},
     "programs.internals": {
-        "_ops", "_op", "_opname", "_schema", "_cdata", "_raw_saved_", "_version", "_input_metadata",
+        "_ops", "_op", "_opname", "_schema", "_cdata", "_is_zerotensor", "_raw_saved_", "_version", "_input_metadata",
         "_C", "_functorch", "_are_functorch_transforms_active",
     },
     "programs.marks": {"_get_sequence_nr", "_sequence_nr"},

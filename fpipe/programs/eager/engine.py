@@ -32,7 +32,7 @@ from ...tree import AbstractLeaf, Aval, arriving
 from ..autocast import ambient, under
 from ..explain import sparse_gradient_error
 from ..graphs import Held
-from ..internals import versions
+from ..internals import resolved, versions
 from ..program import Program
 from ..signature import Result, Signature, entering
 from ..stage_programs import Programs
@@ -246,7 +246,7 @@ class _Engine:
                 raise sparse_gradient_error(self.stage.label, dp.shape)
         if not into:
             gradients = ((self.signature.params.avals[i], dps[i]) for i in self.dps)
-            return tuple(_expanded_zeros(aval) if dp is None else dp for aval, dp in gradients)
+            return tuple(_expanded_zeros(aval) if dp is None else resolved(dp) for aval, dp in gradients)
         for index, total in zip(self.dps, into, strict=True):
             gradient = dps.pop(index)
             if gradient is not None:
@@ -330,7 +330,7 @@ def _as_planned(tensor: torch.Tensor, planned: Aval, callers: Container[int] = (
 
     It is copied where it has other strides or is the caller's memory. Of an expanded axis one element is stored.
     """
-    tensor, stride = tensor.resolve_conj().resolve_neg(), planned.stride
+    tensor, stride = resolved(tensor), planned.stride
     mine = not callers or tensor.untyped_storage().data_ptr() not in callers or not tensor.numel()
     if mine and (tensor.stride() == stride or arriving(tensor.shape, tensor.stride()) == stride):
         return tensor
