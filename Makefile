@@ -48,7 +48,7 @@ OTHER := .venv-torch-$(TORCH)
 test-torch: | $(VENV)/.installed-dev ## the whole suite with another torch, in an environment of its own; TORCH=2.11.0
 	@test -x $(OTHER)/bin/python || $(VENV)/bin/python -m venv $(OTHER)
 	@test -f $(OTHER)/.installed || { echo "installing torch $(TORCH) into $(OTHER) (several GB) ..."; \
-		grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt; \
+		grep -vE '^(torch|setuptools)==' constraints.txt > $(OTHER)/constraints.txt; \
 		$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt \
 			torch==$(TORCH) -e '.[test]' && touch $(OTHER)/.installed; }
 	@$(OTHER)/bin/python -m pytest -n $(JOBS) $(ARGS)

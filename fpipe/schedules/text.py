@@ -20,7 +20,7 @@ from .actions import Action, AnyAction, Fused, Row
 _NUMBER = "(0|[1-9][0-9]{0,5})"
 _ACTION = re.compile(f"{_NUMBER}([FBIW]){_NUMBER}")
 #: what the lowering of torch.distributed.pipelining adds; ours adds its own
-_DROPPED = re.compile(f"{_NUMBER}(?:(?:SEND|RECV)_[FB]{_NUMBER}|(?:UNSHARD|RESHARD|REDUCE_GRAD)(?:{_NUMBER})?)")
+_DROPPED = re.compile(f"{_NUMBER}(?:(?:WAIT_SEND|SEND|RECV)_[FB]{_NUMBER}|(?:UNSHARD|RESHARD|REDUCE_GRAD)(?:{_NUMBER})?)")
 _FUSED_END = ")OVERLAP_F_B"
 _BLANK = " \t"
 _MOST_RANKS = 100_000
@@ -87,7 +87,7 @@ def parse_rows(text: str) -> tuple[Row, ...]:
 def parse_csv(text: str) -> tuple[Row, ...]:
     """The rows of a CSV, each line one rank; cells that are not compute are dropped.
 
-    >>> parse_csv("0UNSHARD,0F0,0SEND_F0,,0RECV_B0,0B0")
+    >>> parse_csv("0UNSHARD,0F0,0SEND_F0,,0RECV_B0,0WAIT_SEND_F0,0B0")
     ((0F0, 0B0),)
     """
     lines = _lines(text.removeprefix("\ufeff"))
