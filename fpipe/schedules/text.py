@@ -20,7 +20,9 @@ from .actions import Action, AnyAction, Fused, Row
 _NUMBER = "(0|[1-9][0-9]{0,5})"
 _ACTION = re.compile(f"{_NUMBER}([FBIW]){_NUMBER}")
 #: what the lowering of torch.distributed.pipelining adds; ours adds its own
-_DROPPED = re.compile(f"{_NUMBER}(?:(?:WAIT_SEND|SEND|RECV)_[FB]{_NUMBER}|(?:UNSHARD|RESHARD|REDUCE_GRAD)(?:{_NUMBER})?)")
+_DROPPED = re.compile(
+    f"{_NUMBER}(?:(?:WAIT_SEND|SEND|RECV)_[FB]{_NUMBER}|(?:UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)(?:{_NUMBER})?)"
+)
 _FUSED_END = ")OVERLAP_F_B"
 _BLANK = " \t"
 _MOST_RANKS = 100_000
