@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from ..devices import kind, pick
-from ..errors import GroupError
+from ..errors import FpipeError, GroupError
 from ._store import prefixed, set_timeout
 from .bounded import BoundedStore, host
 from .c10d import C10dGroup
@@ -82,9 +82,18 @@ def init(
         # Neighbouring ranks of the last axis are close to each other. Pipelines communicate least, copies of a stage
         # more, and processes that share a stage most.
         with ends(seconds, f"the processes did not connect within {seconds:g} s; look for a rank that has not started"):
-            mesh = init_device_mesh(picked.type, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
-            group = _GROUPS[key] = MeshGroup(mesh, picked, seconds)
+            group = _GROUPS[key] = _connected(picked, (pp, dp, tp), seconds)
     return group
+
+
+def _connected(device: torch.device, shape: tuple[int, int, int], seconds: float) -> MeshGroup:
+    try:
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
+        return MeshGroup(mesh, device, seconds)
+    except FpipeError:
+        raise
+    except RuntimeError as error:
+        raise GroupError(f"the processes met, and could not connect ({error}){_files(error)}") from error
 
 
 #: The latest group of this process, by the arguments of ``init``, which may be called several times.
@@ -127,8 +136,13 @@ def _start(device: torch.device, backend: str | None, seconds: float) -> None:
         raise GroupError(
             f"the processes could not meet at the store of the job, which {host()[0]} hosts ({error}); check RANK, "
             f"WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets, and that "
-            f"backend={backend or kind(device.type).backends!r} is in this build of torch"
+            f"backend={backend or kind(device.type).backends!r} is in this build of torch{_files(error)}"
         ) from error
+
+
+def _files(error: Exception) -> str:
+    """What to do where a process may not open more files; empty for other errors."""
+    return "; raise the limit of open files, as with ulimit -n 4096" if "Too many open files" in str(error) else ""
 
 
 #: The latest store, rank and size, by the address at which the processes meet.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import resource
 import threading
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,6 +67,40 @@ def test_a_message_of_another_size_is_not_taken():
     writer, reader = ends()
     writer.write([torch.ones(64)], pieces((256,)))
     assert not reader.read([torch.ones(128)], pieces((512,))[0])
+
+
+@pytest.mark.parametrize("start", [lane.AREA, lane.AREA - 64, 2**63])
+def test_a_start_outside_of_the_lane_raises(start: int):
+    """The copy was a segmentation fault."""
+    writer, reader = ends()
+    writer.write([torch.ones(64)], pieces((256,)))
+    writer.notes[0] = start
+    with pytest.raises(GroupError, match=f"begins at {start} in a shared memory"):
+        reader.read([torch.ones(64)], pieces((256,))[0])
+    with pytest.raises(GroupError, match="256 bytes"):
+        reader.fetcher(Spec.of(torch.ones(64)), 256)()
+
+
+def test_a_counter_beyond_what_was_sent_raises():
+    writer, reader = ends()
+    writer.write([torch.ones(1)], pieces((4,)))
+    reader.taken[0] = 7
+    with pytest.raises(GroupError, match="7 messages are marked as read, and 1"):
+        writer._room(lane.AREA)
+
+
+def test_only_a_memory_file_of_this_user_is_opened(tmp_path: Path):
+    file = _native.memory_file(4096)
+    _native.check_memory_file(file, 4096)
+    assert os.fstat(file).st_mode & 0o777 == 0o600
+    with pytest.raises(OSError, match="4096 bytes"):
+        _native.check_memory_file(file, 8192)
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(file, 0)
+    os.close(file)
+    (tmp_path / "file").write_bytes(bytes(4096))
+    with (tmp_path / "file").open("rb+") as other, pytest.raises(OSError):  # noqa: PT011
+        _native.check_memory_file(other.fileno(), 4096)
 
 
 def test_counters_wrap_around():
@@ -243,3 +280,33 @@ def _without() -> tuple[bool, str]:
 
         os.memfd_create = refused
     return _hosts()
+
+
+def test_a_limit_of_address_space_leaves_messages_to_the_backend():
+    """The first message raised an OSError."""
+    assert [at_once for at_once, _ in fpipe.launch(_narrow, ranks=2, timeout=60)] == [False, False]
+
+
+def _narrow() -> tuple[bool, str]:
+    if os.environ["RANK"] == "0":
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+        resource.setrlimit(resource.RLIMIT_AS, (used + (700 << 20), resource.RLIM_INFINITY))
+    return _hosts()
+
+
+def test_a_limit_of_open_files_is_named():
+    texts = fpipe.launch(_no_files, ranks=2, timeout=60)
+    assert "ulimit -n" in texts[0]
+    assert "rank 0" in texts[1]
+
+
+def _no_files() -> str:
+    if os.environ["RANK"] == "0":
+
+        def refused(*_):
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        os.memfd_create = refused
+    with pytest.raises(GroupError) as error:
+        _hosts()
+    return str(error.value)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls that need ctypes: addresses, copies, and the futex of Linux (sleep until a word of memory changes).
+"""The calls of Linux: memory files, limits, and with ctypes addresses, copies, and the futex (sleep until a word of
+memory changes).
 
 The counters of a lane are written after the bytes that they announce, and read before them. x86-64 keeps that order
 without a fence; other processors do not, so ``AVAILABLE`` is true on x86-64 Linux alone. A write before a later read
@@ -14,8 +15,10 @@ import os
 import platform
 import sys
 import threading
+from importlib import import_module
 from typing import Any
 
+MEMORY_FILE = "fpipe"
 _SYS_FUTEX, _WAIT, _WAKE, _ALL = 202, 0, 1, 2**31 - 1
 
 AVAILABLE = (
@@ -24,8 +27,37 @@ AVAILABLE = (
     and all(hasattr(os, name) for name in ("memfd_create", "pidfd_open"))
 )
 
+_fcntl: Any = import_module("fcntl") if AVAILABLE else None
+_resource: Any = import_module("resource") if AVAILABLE else None
+# Reading memory that another process cut off would end this one by SIGBUS.
+_SEALS = _fcntl.F_SEAL_SHRINK | _fcntl.F_SEAL_GROW | _fcntl.F_SEAL_SEAL if AVAILABLE else 0
+
 #: Copy bytes: (address of the destination, of the source, number of bytes).
 copy = ctypes.memmove
+
+
+def memory_file(size: int) -> int:
+    """A file without a name in memory, for this user alone, whose size no process can change."""
+    file = os.memfd_create(MEMORY_FILE, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.fchmod(file, 0o600)
+    os.ftruncate(file, size)
+    _fcntl.fcntl(file, _fcntl.F_ADD_SEALS, _SEALS)
+    return file
+
+
+def check_memory_file(file: int, size: int) -> None:
+    """Raise OSError unless a file is one of :func:`memory_file`, of this user and of this size."""
+    found = os.fstat(file)
+    if found.st_uid != os.geteuid() or found.st_size != size:
+        raise PermissionError(f"a memory file of user {found.st_uid} and {found.st_size} bytes")
+    if _fcntl.fcntl(file, _fcntl.F_GET_SEALS) & _SEALS != _SEALS:  # other files raise OSError
+        raise PermissionError("a memory file that can become shorter")
+
+
+def address_space() -> float:
+    """The bytes of address space that this process may use: the limit that ``ulimit -v`` sets."""
+    soft, _ = _resource.getrlimit(_resource.RLIMIT_AS)
+    return float("inf") if soft == _resource.RLIM_INFINITY else soft
 
 
 def address(memory: mmap.mmap, offset: int = 0) -> int:

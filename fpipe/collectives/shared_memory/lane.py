@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...errors import GroupError
 from ...tree import Spec
 from ..wire import ALIGN
 from . import _native
@@ -66,6 +67,13 @@ def pieces(sizes: tuple[int, ...]) -> tuple[Piece, ...]:
 
 def _padded(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
+
+
+_REMEDY = "another program, or a stage that writes out of bounds, changed the memory of the job; end it"
+
+
+def _overwritten(start: int, size: int) -> GroupError:
+    return GroupError(f"a message of {size} bytes begins at {start} in a shared memory of {AREA} bytes; {_REMEDY}")
 
 
 class _End:
@@ -174,7 +182,10 @@ class LaneWriter(_End):
         live = self._live
         if live and len(live) < _APPENDED and live[-1][1] + size <= AREA and live[0][0] < live[-1][1]:
             return live[-1][1]
-        for _ in range((self.taken[0] - self._freed) & _MASK):
+        taken = (self.taken[0] - self._freed) & _MASK
+        if taken > len(live):
+            raise GroupError(f"{taken} messages are marked as read, and {len(live)} were sent; {_REMEDY}")
+        for _ in range(taken):
             live.popleft()
             self._freed += 1
         if not live:
@@ -211,15 +222,18 @@ class LaneReader(_End):
         (piece,) = pieces((nbytes,))
         (shape, _, dtype), size, new = spec, piece.size, torch.empty
         copy, sent, taken, notes, area = _native.copy, self.sent, self.taken, self.notes, self.area
-        head = self.head
+        head, last = self.head, AREA - piece.size
 
         def fetch() -> Tensor | None:
             count = self.count
             note = 2 * (count % NOTES)
             if sent[0] == count & _MASK or notes[note + 1] != size + head[0]:
                 return None
+            start = notes[note]
+            if start > last:
+                raise _overwritten(start, size)
             tensor = new(shape, dtype=dtype, device=_CPU)
-            copy(tensor.data_ptr(), area + notes[note], nbytes)
+            copy(tensor.data_ptr(), area + start, nbytes)
             self.count = count + 1
             taken[0] = (count + 1) & _MASK
             return tensor
@@ -231,7 +245,10 @@ class LaneReader(_End):
         note = 2 * (self.count % NOTES)
         if self.notes[note + 1] != piece.size + self.head[0]:
             return False
-        at = self.area + self.notes[note]
+        start = self.notes[note]
+        if start > AREA - piece.size:
+            raise _overwritten(start, piece.size)
+        at = self.area + start
         for index, skip, size, place in piece.parts:
             _native.copy(buffers[index].data_ptr() + skip, at + place, size)
         self.count += 1

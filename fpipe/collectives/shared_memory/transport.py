@@ -9,20 +9,21 @@ the sender's process exists. This module must not know backends: they carry mess
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import select
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...errors import MismatchError
+from ...errors import GroupError, MismatchError
 from ..agreement import Agreement
 from ..faults import FaultMonitor
 from ..group import Done, Pending, Sender, Work
@@ -63,26 +64,30 @@ class _Outbox:
     """This rank's memory, with the lanes to every other rank."""
 
     def __init__(self, size: int):
-        self.file = os.memfd_create("fpipe")
+        self.file = _native.memory_file(_outbox_size(size))
         weakref.finalize(self, os.close, self.file)
-        os.ftruncate(self.file, PAGE + size * _LANES * LANE)
+        self._maps: dict[int, list[mmap.mmap]] = {}
         self.token = os.urandom(_TOKEN)
         page = mmap.mmap(self.file, PAGE)
         page[:_TOKEN] = self.token
         self.ended = memoryview(page)[_ENDED].cast("I")
         self.words = memoryview(page)[_WORDS].cast("Q")
 
+    def map(self, dst: int) -> None:
+        """Map the lanes to a rank; OSError if the address space does not suffice."""
+        self._maps[dst] = _map_lanes(self.file, dst)
+
     def lane(self, dst: int, kind: int, head: list[int]) -> LaneWriter:
-        return LaneWriter(_map_lane(self.file, dst, kind), head)
+        return LaneWriter(self._maps[dst][kind], head)
 
 
 class _Peer:
     """Another rank's outbox, and whether its process exists."""
 
-    def __init__(self, address: Address, reader: int):
-        self._reader = reader
+    def __init__(self, address: Address, reader: int, size: int):
         self.file = os.open(f"/proc/{address.process}/fd/{address.file}", os.O_RDWR | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self.file)
+        _native.check_memory_file(self.file, _outbox_size(size))
         page = mmap.mmap(self.file, PAGE)
         if page[:_TOKEN] != address.token:
             raise OSError("another process has this number here")
@@ -92,9 +97,10 @@ class _Peer:
         weakref.finalize(self, os.close, process)
         self._poll = select.poll()
         self._poll.register(process, select.POLLIN)
+        self._maps = _map_lanes(self.file, reader)
 
     def lane(self, kind: int, head: list[int]) -> LaneReader:
-        return LaneReader(_map_lane(self.file, self._reader, kind), head)
+        return LaneReader(self._maps[kind], head)
 
     def gone(self) -> str:
         """Why no further message will arrive; empty while one may."""
@@ -103,8 +109,12 @@ class _Peer:
         return "its process has ended" if self._poll.poll(0) else ""
 
 
-def _map_lane(file: int, dst: int, kind: int) -> mmap.mmap:
-    return mmap.mmap(file, LANE, offset=PAGE + (dst * _LANES + kind) * LANE)
+def _outbox_size(size: int) -> int:
+    return PAGE + size * _LANES * LANE
+
+
+def _map_lanes(file: int, dst: int) -> list[mmap.mmap]:
+    return [mmap.mmap(file, LANE, offset=PAGE + (dst * _LANES + kind) * LANE) for kind in range(_LANES)]
 
 
 class SharedMemory:
@@ -297,19 +307,43 @@ def connect(
     It is used between ranks of which each could open the other's outbox.
     """
     outbox = address = None
-    if monitor.size > 1 and _native.AVAILABLE and os.environ.get(SWITCH, "1") != "0":
-        try:
+    # Lanes in both directions; the rest of a limited address space is for tensors.
+    fits = 2 * _LANES * LANE * monitor.size <= _native.address_space() / 4 if _native.AVAILABLE else False
+    if monitor.size > 1 and fits and os.environ.get(SWITCH, "1") != "0":
+        with _or_backend(monitor):
             outbox = _Outbox(monitor.size)
             address = Address(host(), os.getpid(), outbox.file, outbox.token)
-        except OSError:  # memory files or the host's identity are not available here
-            address = None
     peers: dict[int, _Peer] = {}
     for rank, other in enumerate(gather(address)):
-        if rank != monitor.rank and address is not None and other is not None and other.host == address.host:
-            with suppress(OSError):  # of another user, or hidden: the backend carries the messages
-                peers[rank] = _Peer(other, monitor.rank)
+        if rank != monitor.rank and outbox is not None and address is not None and _here(other, address):
+            with _or_backend(monitor):
+                peer = _Peer(other, monitor.rank, monitor.size)
+                outbox.map(rank)
+                peers[rank] = peer
     opened = gather(tuple(peers))
     if outbox is None or address is None:
         return None
-    both = {rank: peer for rank, peer in peers.items() if monitor.rank in opened[rank]}
+    both = {rank: peer for rank, peer in peers.items() if monitor.rank in tuple(opened[rank])}
     return SharedMemory(monitor, agreement, outbox, both)
+
+
+def _here(other: object, address: Address) -> bool:
+    """Whether what a rank gathered is the address of an outbox on this host."""
+    if not isinstance(other, Address) or tuple(map(type, other)) != tuple(map(type, address)):
+        return False
+    return other.host == address.host
+
+
+@contextmanager
+def _or_backend(monitor: FaultMonitor) -> Iterator[None]:
+    """Ignore what the system refuses: the backend then carries the messages. It needs file descriptors too."""
+    try:
+        yield
+    except OSError as error:  # another user's memory, or no memory files, or no address space
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            failure = GroupError(
+                f"this process cannot open another file ({error}); raise the limit of open files, as with "
+                "ulimit -n 4096"
+            )
+            monitor.failed(failure)  # the others wait for this rank
+            raise failure from error
