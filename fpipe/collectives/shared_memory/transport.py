@@ -66,25 +66,17 @@ class _Outbox:
     def __init__(self, size: int):
         self.file = _native.memory_file(_outbox_size(size))
         weakref.finalize(self, os.close, self.file)
-        self._maps: dict[int, list[mmap.mmap]] = {}
         self.token = os.urandom(_TOKEN)
         page = mmap.mmap(self.file, PAGE)
         page[:_TOKEN] = self.token
         self.ended = memoryview(page)[_ENDED].cast("I")
         self.words = memoryview(page)[_WORDS].cast("Q")
 
-    def map(self, dst: int) -> None:
-        """Map the lanes to a rank; OSError if the address space does not suffice."""
-        self._maps[dst] = _map_lanes(self.file, dst)
-
-    def lane(self, dst: int, kind: int, head: list[int]) -> LaneWriter:
-        return LaneWriter(self._maps[dst][kind], head)
-
 
 class _Peer:
-    """Another rank's outbox, and whether its process exists."""
+    """Another rank's outbox, the lanes to it, and whether its process exists."""
 
-    def __init__(self, address: Address, reader: int, size: int):
+    def __init__(self, address: Address, rank: int, outbox: _Outbox, reader: int, size: int):
         self.file = os.open(f"/proc/{address.process}/fd/{address.file}", os.O_RDWR | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self.file)
         _native.check_memory_file(self.file, _outbox_size(size))
@@ -97,10 +89,13 @@ class _Peer:
         weakref.finalize(self, os.close, process)
         self._poll = select.poll()
         self._poll.register(process, select.POLLIN)
-        self._maps = _map_lanes(self.file, reader)
+        self._incoming, self._outgoing = _map_lanes(self.file, reader), _map_lanes(outbox.file, rank)
 
-    def lane(self, kind: int, head: list[int]) -> LaneReader:
-        return LaneReader(self._maps[kind], head)
+    def reader(self, kind: int, head: list[int]) -> LaneReader:
+        return LaneReader(self._incoming[kind], head)
+
+    def writer(self, kind: int, head: list[int]) -> LaneWriter:
+        return LaneWriter(self._outgoing[kind], head)
 
     def gone(self) -> str:
         """Why no further message will arrive; empty while one may."""
@@ -163,7 +158,7 @@ class SharedMemory:
     def _writer(self, dst: int, kind: int) -> LaneWriter:
         writer = self._writers.get((dst, kind))
         if writer is None:
-            writer = self._writers[dst, kind] = self._outbox.lane(dst, kind, self._agreement.head)
+            writer = self._writers[dst, kind] = self._peers[dst].writer(kind, self._agreement.head)
         return writer
 
     def retry(self) -> bool:
@@ -214,7 +209,7 @@ class SharedMemory:
     def _inbox(self, src: int, kind: int) -> _Inbox:
         inbox = self._inboxes.get((src, kind))
         if inbox is None:
-            inbox = self._inboxes[src, kind] = _Inbox(self, src, self._peers[src].lane(kind, self._agreement.head))
+            inbox = self._inboxes[src, kind] = _Inbox(self, src, self._peers[src].reader(kind, self._agreement.head))
         return inbox
 
     def share(self, form: WireFormat, tensors: tuple[Tensor, ...] | None, src: int) -> tuple[Tensor, ...]:
@@ -317,9 +312,7 @@ def connect(
     for rank, other in enumerate(gather(address)):
         if rank != monitor.rank and outbox is not None and address is not None and _here(other, address):
             with _or_backend(monitor):
-                peer = _Peer(other, monitor.rank, monitor.size)
-                outbox.map(rank)
-                peers[rank] = peer
+                peers[rank] = _Peer(other, rank, outbox, monitor.rank, monitor.size)
     opened = gather(tuple(peers))
     if outbox is None or address is None:
         return None

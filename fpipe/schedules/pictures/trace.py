@@ -23,6 +23,7 @@ Event: TypeAlias = dict[str, Any]
 _SCALE = {"s": 1e6, "ms": 1e3, "us": 1.0}
 _PART = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 _VERSION = 1
+MOST_BYTES = 256 << 20  #: of a file that is read
 _HEAD = b'{"otherData":{"fpipe":'
 
 
@@ -99,23 +100,31 @@ def is_timeline(path: Path) -> bool:
 def read(path: Path) -> tuple[Drawable, ...]:
     """The timelines in a trace that :func:`paint` wrote."""
     try:
-        trace = json.loads(path.read_bytes())
+        if (size := path.stat().st_size) > MOST_BYTES:
+            raise ValueError(f"{size} bytes, and at most {MOST_BYTES} are read")
+        trace = json.loads(path.read_bytes(), parse_constant=_no_constant)
         timelines = trace["otherData"]["timelines"]
         return tuple(_recorded(k, facts, trace["traceEvents"]) for k, facts in enumerate(timelines))
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+    except OSError as error:
+        raise FpipeError(f"cannot read {str(path)!r}: {error.strerror}; give the path of a timeline") from error
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
         what = f"{path} is not a timeline that fpipe wrote ({type(error).__name__}: {str(error)[:80]})"
         raise FpipeError(f"{what}; give a .json that a timeline's save(...) wrote") from error
 
 
 def _recorded(pid: int, facts: Event, events: list[Event]) -> Recorded:
     scale = _SCALE.get(facts["unit"], 1e3)
-    ranks = int(facts["ranks"])
+    ranks = facts["ranks"]
+    _check(facts, {"name": str, "unit": str, "span": float, "bubble": float, "ranks": int})
+    if ranks > len(events):  # each rank has an event with its name
+        raise ValueError(f"{ranks} ranks in {len(events)} events")
     lanes: list[list[Span]] = [[] for _ in range(ranks)]
     curves: list[list[tuple[float, float]]] = [[] for _ in range(ranks)]
     waits: dict[tuple[int, int], Wait] = {}
     links: list[list[Carried]] = [[] for _ in range(ranks)]
     for event in (event for event in events if event["pid"] == pid):
         if event["ph"] == "X":
+            _check(event, {"tid": int, "name": str, "ts": float, "dur": float})
             rank, args, name, start = event["tid"], event["args"], event["name"], event["ts"] / scale
             end = start + event["dur"] / scale
             if event["cat"] == "link":
@@ -123,15 +132,30 @@ def _recorded(pid: int, facts: Event, events: list[Event]) -> Recorded:
                 continue
             position = len(lanes[rank])
             if args:
+                _check(args, {"of rank": int, "position": int, "waited": float})
                 waits[rank, position] = Wait(args["of rank"], args["position"], args["waited"])
             lanes[rank].append(Span(rank, position, joined(list(map(_part, name.split(";")))), start, end))
         elif event["ph"] == "C":
+            _check(event, {"ts": float})
+            _check(event["args"], {"held": float})
             curves[int(event["name"].split()[1])].append((event["ts"] / scale, event["args"]["held"]))
     if any(wait.position >= len(lanes[wait.rank]) for wait in waits.values()):
         raise ValueError("an action waits for one that does not exist")
     waited_for = lambda rank, position: waits.get((rank, position))
     parts = lanes.__getitem__, curves.__getitem__, waited_for, links
     return Recorded(facts["name"], facts["unit"], facts["span"], facts["bubble"], ranks, *parts)
+
+
+def _check(values: Event, types: dict[str, type]) -> None:
+    """Raise unless the values have these types; a float may be an int, and an int is at least 0."""
+    for name, cls in types.items():
+        value = values[name]
+        if type(value) not in ((int, float) if cls is float else (cls,)) or (cls is int and value < 0):
+            raise ValueError(f"{name} is {str(value)[:40]!r}")
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _part(text: str) -> Action:

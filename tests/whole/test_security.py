@@ -1,0 +1,116 @@
+"""Another user of the machine, and forged files: nothing of theirs is executed, and nothing of the job is read."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import attacker
+import fpipe
+from fpipe.command.cli import main as command
+from fpipe.schedules.pictures import output as pictures
+
+SECRET = "the-data-of-the-job"
+
+
+@pytest.fixture
+def canary(tmp_path: Path) -> Path:
+    """A file that every attack tries to create, in a folder in which everybody may."""
+    for folder in (tmp_path, tmp_path.parent):
+        folder.chmod(0o777)
+    (tmp_path / "open").mkdir(mode=0o777)
+    (tmp_path / "open").chmod(0o777)
+    return tmp_path / "open" / "canary"
+
+
+def _attacked(canary: Path) -> str:
+    """In a rank: gather, let the attacker in, gather again."""
+    group = fpipe.init(timeout=15)
+    group.gather_objects({"secret": SECRET})
+    rank, done = group.here[0], canary.with_name("done")
+    pids = group.gather_objects(os.getpid())
+    if rank == 0:
+        script = [sys.executable, attacker.__file__, os.environ["MASTER_PORT"], str(canary), SECRET, *map(str, pids)]
+        ran = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False)
+        done.with_name("report").write_text(ran.stdout + ran.stderr, encoding="utf-8")
+        done.touch()
+    else:
+        while not done.exists():
+            time.sleep(0.05)
+        time.sleep(1)  # rank 0 reads what the attacker wrote for this rank
+    try:
+        return str(group.gather_objects(rank))
+    except fpipe.FpipeError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.xdist_group("security")
+@pytest.mark.parametrize("secret", ["of the launcher", "none"])
+def test_another_user_runs_nothing_in_a_job(canary: Path, secret: str):
+    """Ranks unpickled what they found in the store: any user of the machine could run code as the owner of the job."""
+    env = {"FPIPE_SECRET": ""} if secret == "none" else {}
+    outcomes = fpipe.launch(_attacked, canary, ranks=2, timeout=100, env=env)
+    report = canary.with_name("report").read_text(encoding="utf-8").split("\n")
+    assert not canary.exists()
+    assert ("not data" if env else "was not written by this job") in outcomes[0], outcomes
+    assert outcomes[1] == "[0, 1]" or outcomes[1].split(":")[0] in ("PeerError", "GroupError", "StalledError"), outcomes
+    if not env:  # without a secret, the values of the store can be read
+        assert report == ["", ""] or report == [""], "\n".join(report)
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+def forged(canary: Path) -> dict[str, bytes]:
+    run = f'__import__("os").system("touch {canary}")'
+    event = f'{{"pid":0,"ph":"X","tid":0,"args":{{}},"name":"{run!r}","cat":"F","ts":0,"dur":1}}'.replace("'", "")
+    name = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+    facts = '{"name":"%s","unit":"s","span":1,"bubble":0,"ranks":%s}'
+    trace = f'{{"otherData":{{"fpipe":1,"timelines":[{facts}]}},"traceEvents":[%s]}}'
+    good = '{"pid":0,"ph":"X","tid":0,"args":{},"name":"0F0","cat":"F","ts":0,"dur":1}'
+    return {
+        "a pickle": pickle.dumps(attacker.Attack(str(canary))),
+        "python": run.encode(),
+        "a formula": f"=cmd|'/bin/sh -c touch {canary}'!A0,0F0".encode(),
+        "a template": f"${{{{{run}}}}},0F0".encode(),
+        "a name": (trace % (name, 1, good)).encode(),
+        "an action": (trace % ("x", 1, event)).encode(),
+        "many ranks": (trace % ("x", 10**12, good)).encode(),
+        "deep": b'{"otherData":{"fpipe":1,"timelines":' + b"[" * 100_000,
+    }
+
+
+@pytest.mark.parametrize("what", forged(Path("x")))
+@pytest.mark.parametrize("suffix", [".csv", ".json"])
+def test_forged_files_run_nothing(tmp_path: Path, what: str, suffix: str):
+    canary, file = tmp_path / "canary", tmp_path / f"plan{suffix}"
+    file.write_bytes(forged(canary)[what])
+    page = tmp_path / "page.html"
+    for read in (
+        lambda: fpipe.Schedule.from_csv(file).check().simulate(),
+        lambda: pictures.save(pictures.load(file), page),
+        lambda: fpipe.Costs.from_json(file.read_text(encoding="utf-8", errors="replace")),
+    ):
+        try:
+            read()
+        except fpipe.FpipeError:
+            continue
+    assert command(["check", str(file)]) in (1, 2)
+    command(["view", str(file), "--no-open", "--out", str(page)])
+    assert not canary.exists()
+    if page.exists():
+        text = page.read_text(encoding="utf-8")
+        assert "<script>alert" not in text and "<img src=x" not in text
+
+
+def test_a_forged_schedule_of_a_pipeline_runs_nothing(tmp_path: Path):
+    canary, file = tmp_path / "canary", tmp_path / "plan.csv"
+    file.write_bytes(forged(canary)["python"])
+    with pytest.raises(fpipe.ScheduleError):
+        fpipe.pipeline([lambda p, x: x * p] * 2, str(file), group=fpipe.local(2))([torch.ones(())] * 2, torch.ones(2))
+    assert not canary.exists()
