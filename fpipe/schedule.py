@@ -19,12 +19,17 @@ from .errors import ScheduleError
 from .schedules.actions import Action, Fused, Row, joined, plain
 from .schedules.check import Inspection, check_rows, inspect_rows
 from .schedules.costs import Costs
+from .schedules.files import read_bytes, write_bytes
 from .schedules.placement import Placement
 from .schedules.simulation import simulate_rows
 from .schedules.text import format_csv, format_rows, parse_csv, parse_rows
 from .schedules.timeline import Timeline
 
 __all__ = ["Action", "Fused", "Placement", "Schedule"]
+
+
+#: Of a file of actions: about eight million of them.
+MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, repr=False)
@@ -123,7 +128,7 @@ class Schedule:
         ('0F0,0B0\\n', '[0F0, 0B0]')
         """
         try:
-            Path(path).write_text(format_csv(self.rows), encoding="utf-8", newline="")
+            write_bytes(path, format_csv(self.rows).encode())
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
             raise ScheduleError(f"cannot write {str(path)!r}: {why}; give a path that can be written") from error
@@ -180,11 +185,11 @@ class Schedule:
 
 
 def read_text(path: str | PathLike[str]) -> str:
-    """The text of a file of actions."""
+    """The text of a file of actions, of at most ``MOST_BYTES``."""
     try:
-        return Path(path).read_bytes().decode("utf-8")
+        return read_bytes(path, MOST_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ScheduleError(f"{path} is not text (byte {error.start}); give a CSV of actions") from error
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+    except (OSError, ValueError) as error:  # ValueError: too large, or a NUL in the path
         reason = getattr(error, "strerror", None) or error
         raise ScheduleError(f"cannot read {str(path)!r}: {reason}; give the path of a CSV file") from error

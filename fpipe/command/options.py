@@ -15,7 +15,9 @@ from ..errors import ScheduleError
 from ..generators import is_path, read_schedule, schedule_from
 from ..schedule import Schedule
 from ..schedules.costs import Costs
+from ..schedules.files import read_bytes
 
+MOST_COSTS = 16 << 20  #: bytes of a file of costs
 INVALID = 1  #: exit status for a schedule that is not valid
 MAX_SIZE = 1_000_000  #: ranks x microbatches of a schedule that a command builds
 Command = TypeVar("Command", bound=Callable[..., object])
@@ -52,9 +54,9 @@ def parse_costs(text: str) -> Costs:
     """The costs of --costs: numbers, or the name of a .json file."""
     try:
         if text.endswith(".json"):
-            return Costs.from_json(Path(text).read_text(encoding="utf-8"))
+            return Costs.from_json(read_bytes(text, MOST_COSTS).decode())
         return Costs.parse(text)
-    except (ScheduleError, UnicodeDecodeError) as error:
+    except (ScheduleError, ValueError) as error:  # ValueError: too large, or no text
         raise click.BadParameter(str(error), param_hint="--costs") from error
 
 

@@ -20,6 +20,7 @@ from ..generators import is_path
 from ..schedule import Schedule
 from ..schedules import pictures
 from ..schedules.costs import Costs
+from ..schedules.files import write_bytes
 from ..schedules.timeline import Timeline
 from .options import Count, as_usage_error, check_suffix, named_schedule
 
@@ -68,7 +69,7 @@ def profile(
     click.echo(f"{schedule!r}, {schedule.ranks} processes, means of {steps} steps\n\n{table(price)}\n")
     predicted = f"simulated {1e3 * simulated.total:.2f} ms ({simulated.total / real.total:.1%})"
     click.echo(f"a step: {1e3 * wall:.2f} ms by the clock, {1e3 * real.total:.2f} ms of actions, {predicted}")
-    out.write_text(price.to_json() + "\n", encoding="utf-8")
+    write_bytes(out, (price.to_json() + "\n").encode())
     for path in picture:
         pictures.save([simulated, real], path)
     click.echo("wrote " + ", ".join(map(str, (out, *picture))) + f"; try: fpipe draw {source} --costs {out}")

@@ -42,6 +42,8 @@ from .trace_split import Joint, Pieces, split
 
 #: How many traces of one function are cached; the oldest is dropped.
 KEPT = 512
+#: How many functions that cannot be referenced weakly have their traces cached.
+FUNCTIONS = 256
 #: The number of traces that differ in numbers alone at which the user is warned.
 ALIKE = 256
 
@@ -55,7 +57,8 @@ class _Traces(dict[Key, Programs]):
 
 
 _WEAK: WeakKeyDictionary[Callable[..., object], _Traces] = WeakKeyDictionary()
-_STRONG: dict[Callable[..., object], _Traces] = {}  # of functions that cannot be referenced weakly
+#: Of functions that cannot be referenced weakly, the least recently used first.
+_STRONG: dict[Callable[..., object], _Traces] = {}
 #: Eager programs refer to their function, so they are cached as long as they are in use.
 _EAGER: WeakValueDictionary[Key, Programs] = WeakValueDictionary()
 
@@ -109,7 +112,11 @@ def _traces_of(fn: Callable[..., object]) -> _Traces:
     try:
         return _WEAK.setdefault(fn, _Traces())
     except TypeError:
-        return _STRONG.setdefault(fn, _Traces())
+        store = _STRONG.pop(fn, None)
+        store = _STRONG[fn] = _Traces() if store is None else store
+        if len(_STRONG) > FUNCTIONS:
+            _STRONG.pop(next(iter(_STRONG)), None)
+        return store
 
 
 def _limit(store: _Traces, stage: Stage, key: Key) -> None:

@@ -599,6 +599,47 @@ def test_traces_go_with_their_function():
     assert function() is None and programs() is None
 
 
+def test_functions_without_weak_references_are_forgotten(monkeypatch: pytest.MonkeyPatch):
+    """Their traces were kept for ever: a new object in each step filled the memory."""
+
+    class Layer:
+        __slots__ = ("scale",)
+
+        def __init__(self, scale: float):
+            self.scale = scale
+
+        def __call__(self, p: Tensor, x: Tensor) -> Tensor:
+            return x @ p * self.scale
+
+    monkeypatch.setattr(tracing, "FUNCTIONS", 3)
+    monkeypatch.setattr(tracing, "_STRONG", {})
+    layers = [Layer(float(n)) for n in range(5)]
+    first = trace(layers[0], EYE, X)
+    for layer in layers[1:4]:
+        trace(layer, EYE, X)
+        assert trace(layers[0], EYE, X) is first, "it is in use"
+    assert list(tracing._STRONG) == [layers[2], layers[3], layers[0]]
+
+
+def test_a_loss_and_its_batch_do_not_stay_alive():
+    pipe = fpipe.pipeline([lambda p, x: x @ p] * 2, "1F1B", microbatches=2, group=fpipe.local(2))
+
+    def step() -> list[Any]:
+        target = torch.randn(4, 3)
+
+        def loss(y: Tensor) -> Tensor:
+            return (y.sum() - target.sum()).square()
+
+        fpipe.value_and_grad(fpipe.pipeline([lambda p, x: x @ p] * 2, "1F1B", loss=loss, microbatches=2,
+                                            group=pipe.group))([EYE] * 2, torch.ones(4, 3))  # fmt: skip
+        return [weakref.ref(loss), weakref.ref(target)]
+
+    references = step()
+    for _ in range(2):  # the traces of the loss, which hold the batch, go after the loss
+        gc.collect()
+    assert [reference() for reference in references] == [None, None]
+
+
 def test_autocast_around_a_trace_is_part_of_it():
     fn = lambda p, x: x @ p
     plain = trace(fn, EYE, X).forward(EYE, X)[0]

@@ -114,3 +114,29 @@ def test_a_forged_schedule_of_a_pipeline_runs_nothing(tmp_path: Path):
     with pytest.raises(fpipe.ScheduleError):
         fpipe.pipeline([lambda p, x: x * p] * 2, str(file), group=fpipe.local(2))([torch.ones(())] * 2, torch.ones(2))
     assert not canary.exists()
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A file of any size was read into memory, and /dev/zero without an end."""
+    with pytest.raises(fpipe.ScheduleError, match="'/dev/zero': it has more than 67108864 bytes"):
+        fpipe.Schedule.from_csv("/dev/zero")
+    with pytest.raises(fpipe.FpipeError, match="more than 268435456 bytes"):
+        pictures.load("/dev/zero")
+    (tmp_path / "costs.json").symlink_to("/dev/zero")
+    assert command(["draw", "ZBV", "--costs", str(tmp_path / "costs.json")]) == 2
+
+
+@pytest.mark.parametrize("name", ["zbv.svg", "zbv.json"])
+def test_out_does_not_follow_a_symbolic_link(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]):
+    victim, link = tmp_path / "victim", tmp_path / name
+    victim.write_text("precious")
+    link.symlink_to(victim)
+    assert command(["draw", "ZBV", "--ranks", "2", "--microbatches", "2", "--out", str(link)]) != 0
+    assert "symbolic link" in capsys.readouterr().err
+    assert victim.read_text() == "precious"
+    link.unlink()
+    link.write_text("old")
+    link.chmod(0o640)
+    assert command(["draw", "ZBV", "--ranks", "2", "--microbatches", "2", "--out", str(link)]) == 0
+    assert link.stat().st_mode & 0o777 == 0o640
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["victim", name]

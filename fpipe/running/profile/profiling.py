@@ -21,6 +21,7 @@ from ...schedule import Schedule
 from ...schedules import pictures
 from ...schedules.actions import Action, Row
 from ...schedules.costs import Costs
+from ...schedules.files import write_bytes
 from ...schedules.simulation import simulate_rows
 from ...schedules.timeline import Timeline
 from ..pipeline import Pipeline, value_and_grad
@@ -150,7 +151,7 @@ def _add_instructions(path: Path, runs: Sequence[Run]) -> None:
             time = {"ts": 1e6 * (did.start - zero), "dur": 1e6 * (did.end - did.start)}
             events.append({"ph": "X", **who, **time, "name": str(name), "cat": did.kind, "args": args})
     trace["traceEvents"] += events
-    path.write_text(json.dumps(trace, separators=(",", ":")), encoding="utf-8")
+    write_bytes(path, json.dumps(trace, separators=(",", ":")).encode())
 
 
 # ---- costs ----------------------------------------------------------------------------------------------------------

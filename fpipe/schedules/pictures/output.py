@@ -16,6 +16,7 @@ from os import PathLike, fspath
 from pathlib import Path
 
 from ...errors import FpipeError
+from ..files import write_bytes
 from . import terminal
 from .scene import Drawable, scenes
 from .trace import read
@@ -69,7 +70,7 @@ def save(timeline: Drawable | Sequence[Drawable], path: str | PathLike[str], *, 
         *most, last = FORMATS
         raise FpipeError(f"no picture is written as {suffix!r} ({fspath(path)}); use {', '.join(most)} or {last}")
     picture = import_module(f"{__package__}.{FORMATS[suffix][0]}").paint(scenes(timeline, other))
-    Path(path).write_bytes(picture if isinstance(picture, bytes) else picture.encode())
+    write_bytes(path, picture if isinstance(picture, bytes) else picture.encode())
 
 
 def load(paths: str | PathLike[str] | Iterable[str | PathLike[str]]) -> tuple[Drawable, ...]:

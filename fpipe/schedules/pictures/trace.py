@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from ...errors import FpipeError
 from ..actions import Action, Carried, Span, Wait, joined
+from ..files import read_bytes
 from .scene import Drawable, Scene
 
 Event: TypeAlias = dict[str, Any]
@@ -100,9 +101,7 @@ def is_timeline(path: Path) -> bool:
 def read(path: Path) -> tuple[Drawable, ...]:
     """The timelines in a trace that :func:`paint` wrote."""
     try:
-        if (size := path.stat().st_size) > MOST_BYTES:
-            raise ValueError(f"{size} bytes, and at most {MOST_BYTES} are read")
-        trace = json.loads(path.read_bytes(), parse_constant=_no_constant)
+        trace = json.loads(read_bytes(path, MOST_BYTES), parse_constant=_no_constant)
         timelines = trace["otherData"]["timelines"]
         return tuple(_recorded(k, facts, trace["traceEvents"]) for k, facts in enumerate(timelines))
     except OSError as error:

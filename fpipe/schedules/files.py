@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading of files that others wrote, up to a size, and writing of files as a whole.
+
+A written file is complete or not there, and a symbolic link is not followed: in a folder that others may write to, it
+could lead to any file of the user. This module must not know schedules.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from contextlib import suppress
+from os import PathLike
+from pathlib import Path
+
+
+def read_bytes(path: str | PathLike[str], most: int) -> bytes:
+    """The bytes of a file; ValueError if it has more than ``most``, of which no more than that are read."""
+    with open(path, "rb") as file:
+        raw = file.read(most + 1)
+    if len(raw) > most:
+        raise ValueError(f"it has more than {most} bytes, and no larger file is read")
+    return raw
+
+
+def write_bytes(path: str | PathLike[str], content: bytes) -> None:
+    """Write a file in place of the one that is there; OSError for a symbolic link.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp(), "file")
+    >>> write_bytes(path, b"text"); path.read_bytes()
+    b'text'
+    """
+    path = Path(path)
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "it is a symbolic link, which is not followed", str(path))
+    if path.exists() and not path.is_file():  # a device or a pipe
+        path.write_bytes(content)
+        return
+    part = path.with_name(f".{secrets.token_hex(8)}.part")
+    try:
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+            file.write(content)
+        if path.exists():
+            part.chmod(path.stat().st_mode & 0o7777)
+        part.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink()
+        raise
