@@ -73,10 +73,10 @@ def _call(case: Case, call: Call, number: int, pipe: fpipe.Pipeline, params: lis
     result, cotangents = _results(case, call, pipe, given)
     if any(not torch.equal(a, b) for a, b in zip(kept, leaves_of(params), strict=True)):
         return Outcome("different", "the call changed the parameters")
+    schedule = fpipe.make_schedule(case.schedule, case.ranks, call.microbatches, stages=len(case.model.bodies))
     if case.model.draws:
         wanted, _ = _results(case, call, _other(case), given)
     else:
-        schedule = fpipe.make_schedule(case.schedule, case.ranks, call.microbatches, stages=len(case.model.bodies))
         given = replace(given, cotangents=cotangents)
         wanted = expected(case, call, given, schedule)
     found = difference(result, wanted, same_bits)
@@ -152,7 +152,7 @@ def as_rows(params: list[Any], grads: Any) -> list[list[Any]]:
     return rows
 
 
-def _rows_of(dx: Any, call: Call) -> list[Tensor] | None:
+def _rows_of(dx: Any, call: Call) -> list[Tensor | None] | None:
     if dx is None:
         return None
     return list(dx) if call.split else list(torch.split(dx, list(call.rows)))

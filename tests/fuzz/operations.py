@@ -48,7 +48,7 @@ class Sine(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         (x,) = ctx.saved_tensors
         return grad * x.cos() * 2
 
@@ -65,7 +65,7 @@ class Pair(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    def backward(ctx: Any, first: Tensor | None, second: Tensor | None) -> Tensor | None:  # type: ignore[override]
         parts = [g * k for g, k in ((first, 2), (second, 5)) if g is not None]
         return sum(parts[1:], parts[0]) if parts else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,8 +43,11 @@ class Given:
     def to(self, dtype: torch.dtype) -> Given:
         """The same numbers in another dtype."""
         cast = lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
-        every: Callable[[Any], Any] = lambda tree: optree.tree_map(cast, tree, namespace="fpipe")
-        batch = Batch(*(every(part) for part in (self.batch.xs, self.batch.targets, self.batch.scales)))
+
+        def every(tree: Any) -> Any:
+            return optree.tree_map(cast, tree, namespace="fpipe")
+
+        batch = Batch(every(self.batch.xs), every(self.batch.targets), every(self.batch.scales))
         return Given(every(self.params), batch, every(self.cotangents), every(self.state))
 
 
