@@ -17,9 +17,10 @@ from torch import fx
 from ..errors import TraceError
 from ..tree import arriving
 from .explain import write_error
-from .internals import mutates, operator_of, resolved, storage_id, updates_statistics
+from .internals import mutates, operator_of, resolved, returns_views, storage_id, updates_statistics
 
 _T, _SUM, _VIEW = torch.ops.aten.t.default, torch.ops.aten.sum.dim_IntList, torch.ops.aten.view.default
+_AS_STRIDED = torch.ops.aten.as_strided.default
 _RNN = torch.ops.aten.mkldnn_rnn_layer.default
 _IDENTITY = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 #: What the first letter of a placeholder's name means, where its memory belongs to the caller and may not change.
@@ -143,7 +144,21 @@ def clean(graph: fx.GraphModule) -> None:
             graph.graph.erase_node(node)
         elif node.target is torch.ops.aten.convolution_backward.default:
             _split_convolution(graph, node)
+        elif node.target is _AS_STRIDED:
+            _check_place(node)
     graph.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+
+
+def _check_place(node: fx.Node) -> None:
+    """Refuse a place in the memory of an argument: another microbatch begins at another place of the same memory."""
+    root = argument(node, 0)
+    while root.op == "call_function" and (op := operator_of(root)) is not None and returns_views(op):
+        root = argument(root, 0)
+    if root.op == "placeholder" and root.name[0] != "d" and (*node.args[3:], None)[0] is not None:
+        raise TraceError(
+            "a stage calls as_strided with storage_offset= on an argument, whose place in memory differs from call to "
+            'call; leave storage_offset out, take a slice first, or use fpipe.Stage(fn, engine="eager")'
+        )
 
 
 def _split_convolution(graph: fx.GraphModule, node: fx.Node) -> None:

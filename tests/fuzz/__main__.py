@@ -17,10 +17,11 @@ from .engine import Outcome, numbered, run_case, start
 def _outcomes(first: int, count: int, seconds: float, jobs: int) -> Iterator[tuple[int, Outcome]]:
     end = time.monotonic() + seconds
     with multiprocessing.get_context("spawn").Pool(jobs, start, maxtasksperchild=100) as pool:
-        for found in pool.imap_unordered(numbered, range(first, first + count), chunksize=PER_MODEL):
-            yield found
-            if time.monotonic() > end:
-                pool.terminate()
+        found = pool.imap_unordered(numbered, range(first, first + count), chunksize=PER_MODEL)
+        while (left := end - time.monotonic()) > 0:
+            try:
+                yield found.next(timeout=left)
+            except (StopIteration, multiprocessing.TimeoutError):
                 return
 
 

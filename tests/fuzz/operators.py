@@ -19,8 +19,33 @@ from torch import Tensor
 
 import fpipe
 
-#: operator -> why it differs or is refused; shown in the docs
-EXCEPTIONS: dict[str, str] = {}
+_DATA = "what it computes, or its shape, depends on data: a trace refuses it"
+_WRITES = "writes running statistics into its arguments, and stages are pure: refused"
+_SPARSE = "takes compressed sparse tensors, which have no strides: refused"
+#: operator -> why it is refused or has other last bits, under one engine or both
+EXCEPTIONS: dict[str, str] = {
+    **dict.fromkeys(
+        ("combinations", "corrcoef", "cov", "index_fill", "index_put", "linalg_lstsq", "linalg_lstsq_grad_oriented",
+         "narrow", "nn_functional_ctc_loss", "nn_functional_gaussian_nll_loss"), _DATA,
+    ),
+    **dict.fromkeys(
+        ("masked_select", "tensor_split"), "the shape of its result depends on data: refused by both engines",
+    ),
+    **dict.fromkeys(
+        ("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update", "nn_functional_batch_norm",
+         "nn_functional_instance_norm"), _WRITES,
+    ),
+    **dict.fromkeys(("sparse_sampled_addmm", "sparse_mm_reduce"), _SPARSE),
+    "to_sparse": "returns a sparse tensor, which cannot be sent: refused",
+    **dict.fromkeys(
+        ("as_strided", "as_strided_partial_views"), "names a place in the memory of its argument: a trace refuses it",
+    ),
+    "linalg_eig": "plain autograd refuses the loss, which depends on the phase of eigenvectors",
+    "masked_fill": "under trace the gradient of the value is summed in another order: other last bits",
+    "prod": "under trace the gradient is computed without a look at the data for zeros: other last bits",
+}  # fmt: skip
+#: No exception covers these: a number that is not close, and an error that is not one of fpipe.
+_WRONG = ("different", "error")
 SAMPLES = 3
 
 
@@ -97,7 +122,10 @@ def _one(op: Any, sample: Any, engine: str) -> tuple[str, str]:
     p = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     fn = _stage(op.op, spec, constants)
     torch.manual_seed(0)
-    value, grads = _expected(fn, p, sample.input)
+    try:
+        value, grads = _expected(fn, p, sample.input)
+    except RuntimeError as error:
+        return "refused", f"plain autograd raises {error}"
     floating = [t for t in flat(sample.input) if is_float(t)]
     argnums = (0, 1) if any(t.requires_grad for t in floating) else (0,)
     pipe = fpipe.pipeline(
@@ -175,7 +203,8 @@ def main(jobs: int, only: str) -> None:
         for results in track(pool.imap_unordered(sweep, chosen, chunksize=4), total=len(chosen)):
             for found in results:
                 counts[f"{found.engine} {found.kind}"] += 1
-                if found.kind != "equal" and found.name not in EXCEPTIONS:
+                # Exceptions are refused or differ in last bits: a wrong number is never one.
+                if found.kind != "equal" and (found.name not in EXCEPTIONS or found.kind in _WRONG):
                     bad.append(found)
                     click.echo(f"{found.name} ({found.engine}) {found.kind}: {found.text[:240]}")
     click.echo(", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())))

@@ -339,3 +339,14 @@ def test_zeros_without_memory_are_numbers_when_they_are_returned(engine: Any, mi
     _, (grads, dx) = fpipe.value_and_grad(pipe, (0, 1))([torch.ones(3)] * 2, torch.ones(2, 3))
     assert [g.tolist() for g in grads] == [[0.0] * 3, [2.0] * 3] and not dx.any()
     assert all(g.add_(1).data_ptr() for g in (*grads, dx))
+
+
+def test_a_place_in_the_memory_of_an_argument_is_refused_in_a_trace():
+    """The second microbatch begins elsewhere in the same memory: as_strided of the trace read the first one again."""
+    window = lambda p, x: p * x.as_strided((1, 2, 2), (4, 1, 1), x.storage_offset() + 1)
+    x, loss = torch.arange(8.0).view(2, 4), lambda y: y.sum()
+    pipe = lambda engine: fpipe.pipeline([window], loss=loss, microbatches=2, group=fpipe.local(1), engine=engine)
+    with pytest.raises(fpipe.TraceError, match="as_strided with storage_offset= on an argument"):
+        fpipe.value_and_grad(pipe("trace"))([torch.ones(1)], x)
+    value, _ = fpipe.value_and_grad(pipe("eager"))([torch.ones(1)], x)
+    assert value == (x[:, 1] + 2 * x[:, 2] + x[:, 3]).mean()
