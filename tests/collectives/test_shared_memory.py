@@ -117,6 +117,30 @@ def test_counters_wrap_around():
         assert found.tolist() == [number] * 4
 
 
+def test_a_lane_returns_the_pages_of_large_messages():
+    """It kept up to 256 MiB for the rest of the job."""
+    file = _native.memory_file(lane.LANE)
+    memory = mmap.mmap(file, lane.LANE)
+    writer, reader = LaneWriter(memory), LaneReader(memory)
+
+    def travel(size: int) -> None:
+        sent, (piece,) = torch.full((size,), 3, dtype=torch.uint8), pieces((size,))
+        found = torch.zeros_like(sent)
+        assert writer.write([sent], [piece]) and reader.read([found], piece)
+        assert torch.equal(sent, found)
+
+    for _ in range(3):
+        travel(lane.LARGE)
+        travel(100)
+    held = os.fstat(file).st_blocks * 512
+    assert held >= lane.LARGE, "large messages that follow each other find their pages"
+    for _ in range(20 * lane.QUIET):
+        travel(100)
+    assert os.fstat(file).st_blocks * 512 < lane.KEEP + (1 << 20)
+    travel(lane.LARGE)
+    os.close(file)
+
+
 def test_the_prepared_sender_writes_what_write_writes():
     writer, reader = ends()
     x = torch.randn(3, 4)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import mmap
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -33,6 +34,8 @@ LANE = _AREA_AT + AREA
 LARGE = AREA // 4  #: larger messages are sent in several pieces
 _MASK = 2**32 - 1
 _CPU = torch.device("cpu")  # whatever the default device is
+KEEP = 8 << 20  #: bytes of an area whose pages stay once they were used
+QUIET = 64  #: how often a lane must be empty without having used more, before further pages are returned
 _APPENDED = 16  # so many messages may lie one after another before the writer looks which were taken
 
 
@@ -106,6 +109,7 @@ class LaneWriter(_End):
     def __init__(self, memory: mmap.mmap, head: list[int] | None = None):
         super().__init__(memory, head)
         self._freed = 0
+        self._memory, self._used, self._quiet = memory, 0, 0
         self._live: deque[tuple[int, int]] = deque()
         self.queued: deque[tuple[Sequence[Tensor], Piece]] = deque()  # pieces that did not fit yet
 
@@ -185,10 +189,15 @@ class LaneWriter(_End):
         taken = (self.taken[0] - self._freed) & _MASK
         if taken > len(live):
             raise GroupError(f"{taken} messages are marked as read, and {len(live)} were sent; {_REMEDY}")
+        high = 0
         for _ in range(taken):
-            live.popleft()
+            high = max(high, live.popleft()[1])
             self._freed += 1
+        if high > KEEP:
+            self._used, self._quiet = max(self._used, high), 0
         if not live:
+            if self._used:
+                self._shrink()
             return 0
         if len(live) == NOTES:
             return -1
@@ -198,6 +207,14 @@ class LaneWriter(_End):
         if last + size <= AREA:
             return last
         return 0 if size <= first else -1
+
+    def _shrink(self) -> None:
+        """Return the pages that large messages used, once only small ones follow. The lane is empty."""
+        self._quiet += 1
+        if self._quiet > QUIET:
+            with suppress(OSError):  # it keeps its pages where the system cannot take them
+                self._memory.madvise(mmap.MADV_REMOVE, _AREA_AT + KEEP, self._used - KEEP)
+            self._used = 0
 
 
 class LaneReader(_End):
