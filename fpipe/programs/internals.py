@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import fx
+from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 
 Op: TypeAlias = torch._ops.OpOverload
@@ -120,9 +121,9 @@ def wrapped(*tensors: torch.Tensor) -> bool:
 
 
 def transforming() -> bool:
-    """Whether a torch.func transform is active.
+    """Whether a torch.func transform or a level of forward-mode autograd is active.
 
     >>> transforming(), torch.vmap(lambda x: x * transforming())(torch.ones(1)).item()
     (False, 1.0)
     """
-    return torch._C._are_functorch_transforms_active()
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

@@ -15,19 +15,27 @@ import torch
 from .. import tree
 from ..errors import StageError
 from ..stage import Stage, as_stage, keyword_only
-from .stage_programs import Programs
+from ..tree import Aval
 
 
-def check_scalar(stage: Stage, loss: Programs) -> None:
-    """Raise StageError where the first output of a loss is not one floating number."""
-    first = next(iter(loss.outputs.y.tensors), None)
+def check_scalar(label: str, first: Aval | torch.Tensor | None) -> None:
+    """Raise StageError where ``first``, the first tensor that a loss returned, is not one floating number."""
+    if isinstance(first, torch.Tensor):
+        first = Aval.like(first)
     if first is None or first.shape != ():
         raise StageError(
-            f"the loss {stage.label} must return one scalar tensor (or, with has_aux=True, a scalar and anything); "
+            f"the loss {label} must return one scalar tensor (or, with has_aux=True, a scalar and anything); "
             f"it returned {'no tensor' if first is None else first}"
         )
     if not first.dtype.is_floating_point:
-        raise StageError(f"the loss {stage.label} must be floating, not {first.dtype}; take .float() of it")
+        raise StageError(f"the loss {label} must be floating, not {first.dtype}; take .float() of it")
+
+
+def with_aux(result: Any) -> tuple[Any, Any]:
+    """What a loss returned with has_aux=True: the scalar and everything else."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise StageError(f"with has_aux=True the loss must return (scalar, aux), not {type(result).__name__}")
+    return result
 
 
 @dataclass(frozen=True)
@@ -41,9 +49,8 @@ class LossCall:
         result = self.loss(*x, **side)
         if not self.has_aux:
             return result
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise StageError(f"with has_aux=True the loss must return (scalar, aux), not {type(result).__name__}")
-        return result[0], tree.tree_map(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, result[1])
+        scalar, aux = with_aux(result)
+        return scalar, tree.tree_map(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, aux)
 
 
 def loss_stage(loss: Callable[..., Any], has_aux: bool) -> Stage:

@@ -140,6 +140,11 @@ def _check_outputs(stage: Stage, ys: Sequence[Any], aux: object) -> None:
                 "return tensors (of a DTensor: its to_local()) and plain numbers, or register its class as a pytree "
                 '(optree, namespace="fpipe")'
             )
+    check_aux(stage, aux)
+
+
+def check_aux(stage: Stage, aux: object) -> None:
+    """Raise StageError where the auxiliary loss of a stage that has one is not one floating number."""
     if stage.aux_loss and (not isinstance(aux, torch.Tensor) or aux.dim() or not aux.is_floating_point()):
         raise StageError(
             f"stage {stage.label} has aux_loss=True, so it must return (y, scalar) with a floating tensor without "
@@ -180,6 +185,11 @@ def call(stage: Stage, signature: Signature, groups: Sequence[Sequence[Any]], co
             out = stage.fn(p, state, x, **side) if stage.state else stage.fn(p, x, **side)
     finally:
         _RUNS.reset(token)
+    return result_of(stage, out)
+
+
+def result_of(stage: Stage, out: Any) -> Result:
+    """The parts of what a stage function returned."""
     extras = int(stage.aux_loss) + int(stage.state)
     if not extras:
         return Result(out, None, None)

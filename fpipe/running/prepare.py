@@ -249,7 +249,7 @@ def _loss_programs(config: Config, request: Request, traced: _Traced) -> Program
     ranks = [r for r in request.schedule.placement.ranks_of(config.stages - 1) if r in config.group.here]
     device = config.group.device((ranks or config.group.here)[0])
     programs = _programs(stage, [AbstractTree.of({}), x, sides[-1], AbstractTree.of(None)], device, None)
-    check_scalar(stage, programs)
+    check_scalar(stage.label, next(iter(programs.outputs.y.tensors), None))
     return programs
 
 

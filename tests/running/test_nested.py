@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import fpipe
 
@@ -200,3 +201,88 @@ def test_the_first_call_inside_a_transform():
     params = parameters(1)
     inside = torch.vmap(lambda scale: scale * fpipe.value_and_grad(pipe)(params, X, Y)[0])(torch.ones(2))
     torch.testing.assert_close(inside, pipe(params, X, Y).expand(2))
+
+
+@pytest.mark.parametrize("around", ["stage", "transform"])
+def test_stages_of_an_inner_pipeline_write_into_copies(around: str):
+    """A write into the input changed the batch of the caller, so the stage around it computed other numbers."""
+
+    def doubling(p: Tensor, x: Tensor) -> Tensor:
+        return x.mul_(2) @ p
+
+    params, x = parameters(2), X.clone()
+    inner = fpipe.pipeline([doubling, doubling], microbatches=2, group=fpipe.local(2))
+    if around == "stage":
+        pipe = fpipe.pipeline([lambda p, x: x + inner(p, x)], microbatches=1, group=fpipe.local(1))
+        found = pipe([params], x)
+    else:
+        found = torch.vmap(lambda shift: x + inner(params, x) + shift)(torch.zeros(1))[0]
+    torch.testing.assert_close(found, X + 2 * (2 * X @ params[0]) @ params[1])
+    assert torch.equal(x, X)
+
+
+def test_an_inner_pipeline_does_not_write_into_parameters():
+    params = parameters(1)
+    inner = fpipe.pipeline([lambda p, x: x @ p.mul_(2)], microbatches=1, group=fpipe.local(1))
+    with pytest.raises(fpipe.TraceError, match="writes into its parameters or side inputs in place"):
+        torch.vmap(lambda x: inner(params, x))(X[None])
+
+
+def test_results_of_functions_are_checked_inside_a_transform():
+    """A loss with axes and a (scalar, aux) were returned as they were, or failed in torch."""
+
+    params = parameters(1)
+
+    def value(loss: Any, **options: Any) -> Any:
+        pipe = fpipe.pipeline([layer], loss=loss, microbatches=2, group=fpipe.local(1))
+        return torch.func.vmap(lambda x: pipe(params, x, Y, **options))(X[None])
+
+    expected = value(squared)
+    torch.testing.assert_close(value(lambda y, target: (squared(y, target), 1)), expected)
+    with pytest.raises(fpipe.StageError, match=r"must return one scalar tensor.*it returned float32"):
+        value(lambda y, target: (y - target).square().mean(0))
+    with pytest.raises(fpipe.StageError, match="must be floating"):
+        value(lambda y, target: (y > target).sum())
+    with pytest.raises(fpipe.StageError, match=r"must return \(scalar, aux\)"):
+        value(squared, has_aux=True)
+    stage = fpipe.Stage(lambda p, x: (layer(p, x), x.sum(0)), aux_loss=True)
+    pipe = fpipe.pipeline([stage], loss=squared, microbatches=2, group=fpipe.local(1))
+    with pytest.raises(fpipe.StageError, match="aux_loss=True"):
+        torch.func.vmap(lambda x: pipe(params, x, Y))(X[None])
+
+
+def test_aux_of_a_gradient_inside_a_transform_may_hold_numbers():
+    pipe = fpipe.pipeline(
+        [layer], loss=lambda y, t: (squared(y, t), {"y": y, "n": 1}), microbatches=2, group=fpipe.local(1)
+    )
+    both, params = fpipe.value_and_grad(pipe, has_aux=True), parameters(1)
+    (_, aux), _ = both(params, X, Y)
+
+    def inside(x: Tensor) -> Tensor:
+        (_, aux), _ = both(params, x, Y)
+        assert [part["n"] for part in aux] == [1, 1]
+        return aux[1]["y"]
+
+    torch.testing.assert_close(torch.func.vmap(inside)(X[None])[0], aux[1]["y"])
+
+
+def test_complex_gradients_inside_a_transform_have_the_dtype_of_accumulation():
+    params = [torch.ones(4, dtype=torch.complex64)]
+    pipe = fpipe.pipeline(
+        [lambda p, x: (x * p).abs()], loss=squared, microbatches=2, group=fpipe.local(1), accumulate=torch.float64
+    )
+    (plain,) = fpipe.grad(pipe)(params, X, Y)
+    (found,) = torch.func.vmap(lambda x: fpipe.grad(pipe)(params, x, Y))(X[None])
+    assert found.dtype == plain.dtype == torch.complex128
+    torch.testing.assert_close(found[0], plain)
+
+
+def test_tangents_of_forward_mode_pass_through_a_pipeline():
+    """Outside torch.func transforms a plan ran, and the result had no tangent."""
+    pipe = fpipe.pipeline([layer, layer], loss=squared, microbatches=2, group=fpipe.local(2))
+    params = parameters()
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(p, torch.ones_like(p)) for p in params]
+        found = forward_ad.unpack_dual(pipe(duals, X, Y)).tangent
+    _, expected = fpipe.jvp(pipe, (params,), ([torch.ones_like(p) for p in params],), X, Y)
+    torch.testing.assert_close(found, expected)

@@ -16,7 +16,11 @@ import torch
 from ... import tree
 from ...devices import drawn
 from ...errors import StageError
-from ...programs.signature import stage_that_runs
+from ...programs.explain import write_error
+from ...programs.internals import versions
+from ...programs.losses import check_scalar, with_aux
+from ...programs.signature import check_aux, result_of, stage_that_runs
+from ...stage import as_stage
 from ...tree import Tree
 from ..arguments import Call
 from ..calls import joined
@@ -46,13 +50,18 @@ def value_and_grad(call: Call, x: Tree) -> tuple[Tree, tuple[Tree, ...]]:
     live = [flag and tree.is_floating(leaf) for leaf, flag in zip(leaves, flags, strict=True)]
     chosen = Chosen((wide, parts), live)
 
-    def value(*tensors: torch.Tensor) -> Tree:
+    def value(*tensors: torch.Tensor) -> tuple[torch.Tensor, Tree]:
         params, batch = chosen.around(tensors)
         batch = Microbatches(batch) if isinstance(x, Microbatches) else batch
-        return _value(call, params, Parts(batch, call.number, "x"))
+        out = _value(call, params, Parts(batch, call.number, "x"))
+        loss, aux = out if call.has_aux else (out, None)
+        plain.append(Chosen(aux, tree.is_tensor))
+        return loss, plain[-1].leaves
 
+    plain: list[Chosen] = []  # the auxiliary values: torch.func takes tensors alone
     where = tuple(range(len(chosen.leaves)))
-    grads, out = torch.func.grad_and_value(value, where, has_aux=call.has_aux)(*chosen.leaves)
+    grads, (loss, tensors) = torch.func.grad_and_value(value, where, has_aux=True)(*chosen.leaves)
+    out = (loss, plain[-1].around(tensors)) if call.has_aux else loss
     scaled = grads if call.loss_scale is None else [grad * call.loss_scale for grad in grads]
     dp, dx = chosen.around(scaled, None)
     dx = Microbatches(dx) if isinstance(x, Microbatches) else dx
@@ -69,24 +78,32 @@ def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
     for m in range(call.number):
         y, extra = x.tree(m), None
         for s, stage in enumerate(config.functions):
-            y = run(stage, s, m, _like(wide[s], call.params[s]), y)
-            if stage.aux_loss:
-                y, more = y
+            y, more, _ = result_of(stage, run(stage, s, m, [_like(wide[s], call.params[s])], y))
+            check_aux(stage, more)
+            if more is not None:
                 extra = more if extra is None else extra + more
         if config.loss is None:
             outputs.append(y if call.each is None else call.each(m, y))
             continue
-        loss = run(config.loss, config.stages, m, y, *(t.tree(m) for t in call.targets))
-        if call.has_aux:
-            loss, more = loss
-            auxes.append(more)
+        loss, aux = _loss(call, run(config.loss, config.stages, m, [], y, *(t.tree(m) for t in call.targets)))
         losses.append(loss if extra is None else loss + extra)
+        auxes.append(aux)
     if config.loss is None:
         return joined(outputs, x.uniform) if call.each is None else outputs
     weights = call.weights()
     assert weights is not None
     total = weights.sum(losses)
     return (total, auxes) if call.has_aux else total
+
+
+def _loss(call: Call, result: Any) -> tuple[torch.Tensor, Tree]:
+    """The scalar and the rest of what the loss returned for a microbatch."""
+    label = as_stage(call.config.loss).label  # type: ignore[arg-type]
+    aux = with_aux(result)[1] if call.has_aux else None
+    first = next(filter(tree.is_tensor, tree.leaves(result)), None)
+    check_scalar(label, first)
+    assert first is not None
+    return first, aux
 
 
 # ---- options --------------------------------------------------------------------------------------------------------
@@ -106,12 +123,24 @@ def _runner(call: Call) -> Callable[..., Any]:
             "to the pipeline around it"
         )
 
-    def run(fn: Callable[..., Any], index: int, mb: int, *args: Tree) -> Any:
+    def run(fn: Callable[..., Any], index: int, mb: int, params: Sequence[Tree], *inputs: Tree) -> Any:
         device = config.group.device(config.placement.rank_of(min(index, config.stages - 1)))
         start = None if call.seed is None else seed_of(call.seed, index, mb, "F")
-        return drawn(lambda _: fn(*args, **call.side_inputs(index, mb)), [], device, start)[0]
+        side = call.side_inputs(index, mb)
+        kept = tree.leaves((params, side))
+        before = versions(kept)
+        out, _ = drawn(lambda _: fn(*params, *_copies(inputs), **side), [], device, start)
+        if versions(kept) != before:
+            raise write_error("its parameters or side inputs")
+        return out
 
     return run
+
+
+def _copies(inputs: tuple[Tree, ...]) -> tuple[Tree, ...]:
+    """Inputs that a function may write into; a tensor that occurs twice is one tensor again."""
+    clones = {id(leaf): leaf.clone() for leaf in tree.leaves(inputs) if isinstance(leaf, torch.Tensor)}
+    return tree.tree_map(lambda leaf: clones.get(id(leaf), leaf), inputs)
 
 
 def _wide(call: Call) -> Sequence[Tree]:
@@ -119,7 +148,8 @@ def _wide(call: Call) -> Sequence[Tree]:
     dtype = call.config.accumulate
     if dtype is None:
         return call.params
-    wide = [tree.tree_map(lambda leaf: leaf.to(dtype) if _is_real(leaf) else leaf, p) for p in call.params]
+    widened = lambda leaf: leaf.to(tree.sum_dtype(leaf.dtype, dtype)) if isinstance(leaf, torch.Tensor) else leaf
+    wide = [tree.tree_map(widened, part) for part in call.params]
     return tuple(wide) if isinstance(call.params, tuple) else wide
 
 
@@ -127,11 +157,7 @@ def _like(wide: Tree, params: Tree) -> Tree:
     """Parameters in their own dtypes again, for one microbatch."""
     leaves, spec = tree.flatten(params)
     pairs = zip(tree.leaves(wide), leaves, strict=True)
-    return tree.unflatten(spec, [w.to(leaf.dtype) if _is_real(leaf) else w for w, leaf in pairs])
-
-
-def _is_real(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    return tree.unflatten(spec, [w.to(leaf.dtype) if isinstance(w, torch.Tensor) else w for w, leaf in pairs])
 
 
 def _tied(config: Config, params: Sequence[Tree], grads: Sequence[Tree]) -> Sequence[Tree]:
