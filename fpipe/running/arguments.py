@@ -20,7 +20,7 @@ from ..plans.sharding import Layout, Shares
 from ..programs.autocast import ambient
 from ..schedule import Schedule
 from ..tree import AbstractTree, Structure, Tree
-from .config import Config
+from .config import Config, check_seed
 from .debugging import debugging
 from .microbatches import Parts, count
 from .prepare import Kind, Mode, Request
@@ -73,6 +73,7 @@ class Call:
         parts = tuple(Parts(target, m, f"target {i}") for i, target in enumerate(targets))
         _check_sides(config, side)
         sides = {name: Parts(value, m, f"side input {name!r}", True) for name, value in side.items()}
+        check_seed(seed)
         seed = config.seed if seed is None else seed
         return cls(config, mode, params, state, m, batch, parts, sides, seed, wanted, has_aux, each, loss_scale)
 

@@ -231,10 +231,22 @@ def _ready(call: Call, cache: Cache) -> tuple[CachedPlans, Weights | None, int]:
     """The plans of a call, then its weights, over which copies of the pipeline communicate, and its number."""
     _refuse_surrounded()
     plans, number = cache.announced(call)
-    weights = call.weights()
-    if plans.misplaced is not None:
-        raise BatchError(plans.misplaced)
+    try:
+        weights = call.weights()
+        if plans.misplaced is not None:
+            raise BatchError(plans.misplaced)
+    except BaseException as error:
+        _failed(call, error)
+        raise
     return plans, weights, number
+
+
+def _failed(call: Call, error: BaseException) -> None:
+    """Report to the other processes that an announced call has failed here."""
+    group, copies = call.config.group, call.config.copies
+    for each in (group,) if copies is None else (group, copies.group):
+        each.failed(error)
+    group.reset()
 
 
 def _run_all(call: Call, cache: Cache) -> tuple[Results, dict[int, Any]]:
@@ -264,7 +276,7 @@ def _run(
     phase: int | None = None,
 ) -> None:  # fmt: skip
     """Feed and drive the ranks of this process, wholly or in one of two phases."""
-    group, copies = call.config.group, call.config.copies
+    group = call.config.group
     executables = plans.prepared.executables
     runs = {}
     for rank, executable in executables.items():
@@ -282,9 +294,7 @@ def _run(
             for rank, executable in executables.items():
                 check_leaks(executable.plan, regs[rank])
     except BaseException as error:
-        for each in (group,) if copies is None else (group, copies.group):
-            each.failed(error)
-        group.reset()
+        _failed(call, error)
         raise
     finally:
         for r in regs.values():

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
+from numbers import Integral
 from os import PathLike
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -57,6 +58,9 @@ class Config:
             raise StageError(f"reduction={self.reduction!r}; give 'mean', 'sum' or fpipe.weighted(fn)")
         if self.outputs not in get_args(Outputs):
             raise StageError(f"outputs={self.outputs!r}; give 'zeros', 'everywhere' or 'last'")
+        if self.accumulate is not None and not getattr(self.accumulate, "is_floating_point", False):
+            raise StageError(f"accumulate={self.accumulate!r}; give a floating dtype, such as torch.float32")
+        check_seed(self.seed)
         for name in {name for names in self.sides for name in names} & RESERVED:
             raise StageError(f"{name!r} cannot be a side input, since a call has an argument of that name; rename it")
         for group in self.tied:
@@ -135,6 +139,12 @@ class Config:
             raise StageError(
                 f"params must be a list with one pytree for each of the {self.stages} stages, in stage order; got {got}"
             )
+
+
+def check_seed(seed: object) -> None:
+    """Raise StageError for a seed that is no integer: the text of another value may differ between ranks."""
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, Integral)):
+        raise StageError(f"seed={seed!r}; give an integer, such as int(...) of it")
 
 
 def _schedule_for(source: Source, ranks: int, stages: int, microbatches: int) -> Schedule:

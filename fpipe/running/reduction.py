@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
+from numbers import Real
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -37,7 +38,8 @@ def weighted(fn: Callable[..., Any]) -> Weighted:
     """Weight each microbatch's mean loss by ``fn(*targets)`` over the sum of all, known before the first backward.
 
     With copies of the pipeline (``dp=``) the sum is over all copies. Keyword-only arguments are side inputs. The loss
-    of a microbatch of weight 0 is not counted, also where it is NaN, as a mean over no tokens is.
+    of a microbatch of weight 0 is not counted, also where it is NaN, as a mean over no tokens is. Its gradient is
+    multiplied by 0, as in autograd: a loss that divides by its count must divide by 1 where that is 0.
 
     >>> weighted(lambda target: (target >= 0).sum()).fn(torch.tensor([1, -1]))
     tensor(1)
@@ -95,18 +97,31 @@ def weights(
         return Weights(1.0 / number if reduction == "mean" else 1.0, (), loss_scale)
     named = {name: sides[name] for name in reduction.sides if name in sides}
     counts = [
-        torch.as_tensor(reduction.fn(*(t.tree(m) for t in targets), **{n: part.tree(m) for n, part in named.items()}))
+        _count(reduction, m, [t.tree(m) for t in targets], {n: part.tree(m) for n, part in named.items()})
         for m in range(number)
     ]
-    for m, value in enumerate(counts):
-        if value.numel() != 1:
-            raise BatchError(
-                f"fpipe.weighted's function returned a tensor of shape {list(value.shape)} for microbatch {m}; "
-                "it must return one number per microbatch, such as its count of tokens"
-            )
     exact = [value.detach().reshape(()).to(torch.float64) for value in counts]
     total = torch.stack(exact).sum()
     if copies is not None:
         total = copies.total(total)
     total = torch.where(total == 0, torch.ones_like(total), total)
     return Weights(None, [value / total for value in exact], loss_scale)
+
+
+def _count(reduction: Weighted, mb: int, targets: Sequence[Any], sides: Mapping[str, Any]) -> torch.Tensor:
+    """The weight of a microbatch before it is divided by the sum of all."""
+    try:
+        found = reduction.fn(*targets, **sides)
+    except Exception as error:
+        raise BatchError(
+            f"fpipe.weighted's function raised {type(error).__name__} for microbatch {mb}: {error}"
+        ) from error
+    if isinstance(found, torch.Tensor) and found.numel() == 1:
+        return found
+    if isinstance(found, Real):
+        return torch.as_tensor(found)
+    what = f"a tensor of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
+    raise BatchError(
+        f"fpipe.weighted's function returned {what} for microbatch {mb}; it must return one number per "
+        "microbatch, such as its count of tokens"
+    )

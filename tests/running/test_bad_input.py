@@ -64,6 +64,10 @@ MADE_WRONG = {
     "a schedule of another kind": (lambda: piped(schedule=7), fpipe.StageError, "schedule=7"),
     "an unknown reduction": (lambda: piped(reduction="max"), fpipe.StageError, "reduction='max'"),
     "unknown outputs": (lambda: piped(outputs="all"), fpipe.StageError, "outputs='all'"),
+    "a dtype of accumulation that is a string": (
+        lambda: piped(accumulate="float32"), fpipe.StageError, "give a floating dtype",
+    ),
+    "a seed that is a fraction": (lambda: piped(seed=1.5), fpipe.StageError, "give an integer"),
     "argnums": (lambda: fpipe.grad(piped(), argnums=2), fpipe.StageError, "argnums=2"),
     "a gradient without a loss": (lambda: fpipe.grad(piped(loss=None)), fpipe.StageError, "has no loss"),
     "a gradient of a function": (lambda: fpipe.grad(layer), fpipe.StageError, "not function"),
@@ -127,6 +131,16 @@ CALLED_WRONG = {
     ),
     "a weight for each row": (
         lambda: step(piped(reduction=fpipe.weighted(lambda t: t))), fpipe.BatchError, "one number per microbatch",
+    ),
+    "a weight that is no number": (
+        lambda: step(piped(reduction=fpipe.weighted(lambda t: None))), fpipe.BatchError, "one number per microbatch",
+    ),
+    "a weight that cannot be computed": (
+        lambda: step(piped(reduction=fpipe.weighted(lambda t: 1 // 0))), fpipe.BatchError,
+        "fpipe.weighted's function raised ZeroDivisionError for microbatch 0",
+    ),
+    "a seed that is a tensor": (
+        lambda: fpipe.value_and_grad(piped())(PARAMS, X, T, seed=torch.tensor(3)), fpipe.StageError, "give an integer",
     ),
     "state of another length": (
         lambda: step(piped([fpipe.Stage(lambda p, s, x: (x, s), state=True)] * 4), state=[None]), fpipe.StageError,

@@ -247,3 +247,15 @@ def test_inference_before_and_between_steps(engine: Any):
     infer()
     again = step(params, x, t)
     assert torch.equal(first[0], again[0]) and all(map(torch.equal, first[1], again[1]))
+
+
+def test_a_weight_that_one_rank_cannot_compute_ends_the_call_everywhere(monkeypatch: pytest.MonkeyPatch):
+    """The call was announced, but its failure was not reported: other processes waited for its messages."""
+    group, reported = fpipe.local(1), []
+    monkeypatch.setattr(type(group), "failed", lambda self, error: reported.append(error))
+    pipe = fpipe.pipeline(
+        [layer], loss=squared, microbatches=2, group=group, reduction=fpipe.weighted(lambda t: 1 // int(t.sum()))
+    )
+    with pytest.raises(fpipe.BatchError, match="ZeroDivisionError"):
+        fpipe.grad(pipe)([torch.eye(3)], torch.ones(4, 3), torch.zeros(4, 3))
+    assert ["ZeroDivisionError" in str(error) for error in reported] == [True]

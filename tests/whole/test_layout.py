@@ -79,7 +79,7 @@ PRIVATE_TORCH = {
     "programs.fake": {"_subclasses"},
     "programs.internals": {
         "_ops", "_op", "_opname", "_schema", "_cdata", "_is_zerotensor", "_raw_saved_", "_version", "_input_metadata",
-        "_C", "_functorch", "_are_functorch_transforms_active",
+        "_C", "_functorch", "_are_functorch_transforms_active", "_current_level",
     },
     "programs.marks": {"_get_sequence_nr", "_sequence_nr"},
     "programs.purity": {"_python_dispatch"},

@@ -24,7 +24,7 @@ from ...stage import as_stage
 from ...tree import Tree
 from ..arguments import Call
 from ..calls import joined
-from ..config import Config, tied_leaves
+from ..config import Config, Loss, tied_leaves
 from ..loop import seed_of
 from ..microbatches import Microbatches, Parts
 from .variants import Chosen
@@ -85,7 +85,9 @@ def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
         if config.loss is None:
             outputs.append(y if call.each is None else call.each(m, y))
             continue
-        loss, aux = _loss(call, run(config.loss, config.stages, m, [], y, *(t.tree(m) for t in call.targets)))
+        loss, aux = _loss(
+            call, config.loss, run(config.loss, config.stages, m, [], y, *(t.tree(m) for t in call.targets))
+        )
         losses.append(loss if extra is None else loss + extra)
         auxes.append(aux)
     if config.loss is None:
@@ -96,12 +98,11 @@ def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
     return (total, auxes) if call.has_aux else total
 
 
-def _loss(call: Call, result: Any) -> tuple[torch.Tensor, Tree]:
+def _loss(call: Call, loss: Loss, result: Any) -> tuple[torch.Tensor, Tree]:
     """The scalar and the rest of what the loss returned for a microbatch."""
-    label = as_stage(call.config.loss).label  # type: ignore[arg-type]
     aux = with_aux(result)[1] if call.has_aux else None
     first = next(filter(tree.is_tensor, tree.leaves(result)), None)
-    check_scalar(label, first)
+    check_scalar(as_stage(loss).label, first)
     assert first is not None
     return first, aux
 
