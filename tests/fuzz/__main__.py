@@ -11,16 +11,16 @@ import click
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from .cases import PER_MODEL, random_case
-from .engine import Outcome, numbered, run_case, start
+from .engine import Outcome, cases_of_a_model, run_case, start
 
 
 def _outcomes(first: int, count: int, seconds: float, jobs: int) -> Iterator[tuple[int, Outcome]]:
     end = time.monotonic() + seconds
-    with multiprocessing.get_context("spawn").Pool(jobs, start, maxtasksperchild=100) as pool:
-        found = pool.imap_unordered(numbered, range(first, first + count), chunksize=PER_MODEL)
+    with multiprocessing.get_context("spawn").Pool(jobs, start, maxtasksperchild=10) as pool:
+        found = pool.imap_unordered(cases_of_a_model, range(first, first + count, PER_MODEL))
         while (left := end - time.monotonic()) > 0:
             try:
-                yield found.next(timeout=left)
+                yield from found.next(timeout=left)
             except (StopIteration, multiprocessing.TimeoutError):
                 return
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fpipe
 
-from .cases import LOSSES, Call, Case, batch_of, parameters_of, random_case, stages_of, states_of, weight
+from .cases import LOSSES, PER_MODEL, Call, Case, batch_of, parameters_of, random_case, stages_of, states_of, weight
 from .compare import difference, same_bits, within_error
 from .models import tensors_of
 from .oracle import Expected, Given, expected, leaves_of
@@ -181,6 +181,6 @@ def start() -> None:
     torch.set_num_threads(1)
 
 
-def numbered(seed: int) -> tuple[int, Outcome]:
-    """The outcome of a case with its number."""
-    return seed, run_case(seed)
+def cases_of_a_model(first: int) -> list[tuple[int, Outcome]]:
+    """The outcomes of cases that share a model, each with its seed."""
+    return [(seed, run_case(seed)) for seed in range(first, first + PER_MODEL)]
