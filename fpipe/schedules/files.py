@@ -40,12 +40,17 @@ def write_bytes(path: str | PathLike[str], content: bytes) -> None:
         return
     part = path.with_name(f".{secrets.token_hex(8)}.part")
     try:
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
-            file.write(content)
-        if path.exists():
-            part.chmod(path.stat().st_mode & 0o7777)
-        part.replace(path)
-    except BaseException:
+        _write_beside(path, part, content)
+    except OSError as error:  # the user knows no other name than the path
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
         with suppress(OSError):
             part.unlink()
-        raise
+
+
+def _write_beside(path: Path, part: Path, content: bytes) -> None:
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+        file.write(content)
+    if path.exists():
+        part.chmod(path.stat().st_mode & 0o7777)
+    part.replace(path)
