@@ -87,7 +87,7 @@ def _checked(leaf: Any, y: AbstractLeaf, devices: set[str]) -> torch.Tensor | No
     if leaf is None or not isinstance(y, Aval) or not y.differentiable:
         return None
     if not isinstance(leaf, torch.Tensor) or tuple(leaf.shape) != y.shape or leaf.dtype != y.dtype:
-        what = tree.describe([leaf]) if isinstance(leaf, torch.Tensor) else f"the {type(leaf).__name__} {leaf!r}"
+        what = tree.describe([leaf]) if isinstance(leaf, torch.Tensor) else _in_short(leaf)
         raise BatchError(
             f"dy has the leaf {what} per microbatch where the output is {y}; give a tensor of its shape and dtype, or "
             "None for zeros"
@@ -95,6 +95,12 @@ def _checked(leaf: Any, y: AbstractLeaf, devices: set[str]) -> torch.Tensor | No
     if leaf.device.type not in devices:
         raise BatchError(f"dy has a leaf on {leaf.device}; give tensors on the CPU or where the rank is")
     return leaf if y.grad else None
+
+
+def _in_short(leaf: object) -> str:
+    """A leaf that is no tensor, for a message; a container may hold a whole batch."""
+    numbers = isinstance(leaf, (int, float, complex, str))
+    return f"the {type(leaf).__name__} {leaf!r}" if numbers else f"a {type(leaf).__name__}"
 
 
 def _zeros(y: AbstractLeaf) -> torch.Tensor | None:

@@ -72,3 +72,10 @@ def test_microbatches_of_a_cotangent_are_as_many_as_those_of_the_outputs():
     grads, dx = pullback(fpipe.Microbatches([torch.ones_like(part) for part in y]))
     assert torch.equal(grads[0], X[:1].sum(0) + X[1:].sum(0))
     assert [part.shape for part in dx] == [(1, 3), (3, 3)]
+
+
+def test_a_list_in_place_of_a_cotangent_is_named_without_its_contents():
+    pipe = fpipe.pipeline([lambda p, x: x * p], microbatches=1, group=fpipe.local(1))
+    y, pullback = fpipe.vjp(pipe, [torch.ones(())], torch.ones(64))
+    with pytest.raises(fpipe.BatchError, match="dy has the leaf a list per microbatch"):
+        pullback([y])
