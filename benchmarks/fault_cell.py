@@ -19,6 +19,7 @@ import torch.distributed as dist
 import fpipe
 from benchmarks.stages import square
 from fpipe import ops
+from fpipe.collectives._store import set_timeout
 from fpipe.command.outcome import store
 from fpipe.running import calls
 from fpipe.running.loop import WATCH
@@ -27,6 +28,7 @@ from fpipe.running.results import Results
 HOST, FIRST, SECOND = "host", "namespace a", "namespace b"
 #: The step in which the fault happens, and how many steps follow it where it is not noticed.
 STEP, MORE = 2, 3
+_START = 40.0  #: seconds for ranks to start and to trace
 _LONG = 120.0  #: seconds that a slow rank sleeps
 _NEWNET = 0x40000000
 
@@ -130,7 +132,10 @@ def work(cell: Cell, rank: int, fate: Fate, timeout: float) -> None:
     if fate.at("init"):
         fate.strike()
     pp, dp, tp = cell.shape
-    group = cast(Any, fpipe.init(pp=pp, dp=dp, tp=tp, device="cpu", timeout=timeout))
+    first = timeout if cell.when == "init" else _START
+    group = cast(Any, fpipe.init(pp=pp, dp=dp, tp=tp, device="cpu", timeout=first))
+    if cell.when in ("handshake", "trace"):
+        shorten(group, timeout)
 
     def stage(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if fate.at("trace"):
@@ -159,6 +164,8 @@ def work(cell: Cell, rank: int, fate: Fate, timeout: float) -> None:
     state, x = tx.init(params), torch.ones(8, 4)
     share = random.Random(repr(cell)).random()
     for number in range(STEP + 1 + MORE):
+        if number == STEP and cell.when not in ("handshake", "trace"):
+            shorten(group, timeout)
         if fate.at("mid step", number) or fate.at("ZeRO", number) or fate.at("tensor parallel", number):
             WATCH.set(fate.within(share))
         if fate.at("loss", number):
@@ -181,7 +188,16 @@ def work(cell: Cell, rank: int, fate: Fate, timeout: float) -> None:
             fate.strike()
         if cell.when == "exit" and number == STEP:
             break
+    for _ in range(2):  # a rank may have come to the first one before the fault
+        group.barrier()
+
+
+def shorten(group: Any, timeout: float) -> None:
+    """The time-out of the trial, from when all ranks have met: to start may take long on a busy machine."""
     group.barrier()
+    for each in (group, group.dp, group.tp):
+        each.timeout = each._monitor.timeout = each._rendezvous._store.seconds = timeout
+        set_timeout(each.pg, timeout)
 
 
 def rank_main(folder: str, cell: Cell, rank: int, env: dict[str, str], timeout: float, namespace: str) -> None:
@@ -191,7 +207,7 @@ def rank_main(folder: str, cell: Cell, rank: int, env: dict[str, str], timeout: 
     log = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    faulthandler.dump_traceback_later(timeout + 30, exit=False)
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     report: dict[str, Any] = {"kind": "none", "text": "no error", "ours": False}
     try:

@@ -47,6 +47,19 @@ def set_timeout(pg: dist.ProcessGroup, seconds: float) -> None:
     _set_pg_timeout(timedelta(seconds=seconds), pg)
 
 
+def name_of(pg: dist.ProcessGroup) -> str:
+    """The name of a process group; empty for one that torch.distributed did not create."""
+    try:
+        return pg.group_name
+    except RuntimeError:
+        return ""
+
+
+def members(name: str) -> list[int]:
+    """The global ranks of a process group."""
+    return dist.get_process_group_ranks(_resolve_process_group(name))  # pyright: ignore[reportArgumentType]
+
+
 def gather_members(name: str, obj: Any) -> list[Any] | None:
     """The object of every member of a process group, by rank; None if there is no other member, or a fake backend.
 

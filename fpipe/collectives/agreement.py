@@ -223,7 +223,7 @@ class Reduced:
         assert self._work is not None
         if not self._work.is_completed():
             return None
-        self._work.wait()  # raises an error of the backend
+        self._work.wait()  # it is complete: this returns at once, or raises the error of the backend
         return self._both.tolist() == [word, -word]
 
     def missing(self, number: int) -> None:

@@ -163,7 +163,7 @@ class _Call:
     def __init__(self, function: Callable[[Store], Any] | None):
         self.function = function
         self.done = threading.Lock()
-        self.done.acquire()
+        self.done.acquire()  # at once: nothing else holds it yet
         self.result: Any = None
         self.error: RuntimeError | None = None
 
@@ -171,7 +171,7 @@ class _Call:
 def _serve(store: Store, seconds: timedelta, calls: SimpleQueue[_Call]) -> None:
     """The thread: one connection, calls in their order."""
     connected: Store | None = None
-    while (function := (call := calls.get()).function) is not None:
+    while (function := (call := calls.get()).function) is not None:  # without a bound: nothing waits for this daemon
         try:
             connected = connected or connection(store, seconds)
             call.result = function(connected)

@@ -24,12 +24,14 @@ from ..devices import kind
 from ..errors import GroupError
 from ..tree import Spec
 from ._store import backends as backends_of
+from ._store import name_of
 from .adapt import reduction, sending
 from .agreement import Agreement, Reduced
 from .bounded import of_group
 from .capabilities import Capabilities
 from .faults import FaultMonitor
 from .group import Facts, Group, Pending, Receiver, Sender, Work
+from .journal import Journal
 from .local import LocalGroup
 from .reduce import Started, start_gather, start_reduce
 from .rendezvous import Rendezvous
@@ -55,6 +57,7 @@ class C10dGroup(Group):
         timeout: float,
         can: Capabilities | None = None,
         purpose: str = "pp",
+        journal: Journal | None = None,
     ):
         backends = backends_of(pg)
         if device.type not in backends:
@@ -71,7 +74,7 @@ class C10dGroup(Group):
         self._back = pg if self.can.habit("crossed") or self.size == 1 else _twin(pg)
         store, nth = of_group(pg, purpose, timeout)
         names = dist.get_process_group_ranks(pg)
-        self._monitor = FaultMonitor(store, self.rank, self.size, timeout, names)
+        self._monitor = FaultMonitor(store, self.rank, self.size, timeout, names, journal, name_of(pg))
         self._agreement = Agreement(store, self._monitor, names, nth)
         self._rendezvous = Rendezvous(store, self._monitor, self._agreement.check)
         self._sent: list[deque[Pending]] = [deque() for _ in range(self.size)]
@@ -221,7 +224,7 @@ class C10dGroup(Group):
         if self._blocking:
             work.wait(timedelta(seconds=self._monitor.timeout))
         else:
-            work.wait()
+            work.wait()  # the stream waits; what blocks this thread longer is ended by the watch of the journal
 
     def _wait_all(self, works: Sequence[dist.Work], peer: int, doing: str) -> None:
         with self._monitor.waiting(peer, doing):
@@ -282,7 +285,7 @@ class C10dGroup(Group):
         can = self.cpu if memory.device.type == "cpu" and self.cpu is not None else self.can
         way = reduction(can, op, memory.dtype, self.cpu)
         native = (self.cpu if way.staged and self.cpu is not None else can).can("parts", way.carry)
-        return self._started(lambda: start_reduce(memory, way, self.pg, scatter, native), f"for the {op} over")
+        return self._started(lambda: start_reduce(memory, way, self.pg, scatter, native), f"for the {op} with")
 
     def start_gather(self, memory: Tensor) -> Work:
         """As bytes."""
@@ -323,7 +326,7 @@ class C10dGroup(Group):
         """The last journal entry of a rank; up to a tenth of a second old if it is another one."""
         if rank == self.rank:
             return self._monitor.journal.text
-        entry = self._monitor.journal.last(rank)
+        entry = self._monitor.last(rank)
         return "" if entry is None else entry.note
 
     def failed(self, error: BaseException) -> None:

@@ -19,22 +19,24 @@ from typing import NamedTuple, TypeVar
 from ..errors import GroupError
 from .bounded import BoundedStore, StoreLostError
 from .data import decode, encode
+from .watchdog import GRACE
 
 EVERY = 0.1
 BEAT = 1.0
-_PATIENCE, _PAUSE = 2.0, 30.0  #: seconds for the store to answer, and until the next try
+_PATIENCE, _PAUSE = 2.0, 3.0  #: seconds for the store to answer, and until the next try
+_FIRST = "first"  #: the key of the first conclusion
 T = TypeVar("T")
 
 
 class Entry(NamedTuple):
-    """The state of a rank: its action since ``when``, the rank it waits for, its failure, and the writes so far.
+    """The state of a rank: its action since ``when``, the ranks it waits for, its failure, and the writes so far.
 
-    ``lost``: the failure is a broken connection to ``peer``. ``where``: the process and its host.
+    ``lost``: the failure is a broken connection to one of ``peers``. ``where``: the process and its host.
     """
 
     when: float
     note: str
-    peer: int | None = None
+    peers: tuple[int, ...] = ()
     failure: str = ""
     lost: bool = False
     beat: int = 0
@@ -46,10 +48,18 @@ class Entry(NamedTuple):
         return f"{max(0.0, time.time() - self.when):.1f} s ago"
 
 
+class Conclusion(NamedTuple):
+    """The rank to examine, and why."""
+
+    suspect: int
+    text: str
+
+
 class Journal:
     """Writes the entries of one rank, and reads those of all.
 
-    ``text`` is the newest action of this rank, and ``peer`` the rank that it waits for, set by the caller.
+    ``text`` is the newest action of this rank, ``peers`` are the ranks that it waits for, and ``cause`` is the error
+    with which it failed, all set by the caller. Ranks are global.
 
     >>> import torch.distributed as dist
     >>> store = BoundedStore(dist.HashStore(), 5.0)
@@ -60,27 +70,36 @@ class Journal:
 
     def __init__(self, store: BoundedStore, rank: int):
         self.text = ""
-        self.peer: int | None = None
+        self.peers: tuple[int, ...] = ()
+        self.cause: BaseException | None = None
+        #: The first conclusion of any rank, which its process may not survive: the rank to examine, and why.
+        self.concluded: Conclusion | None = None
         self._rank, self._where = rank, f"process {os.getpid()} on {socket.gethostname()}"
-        self._entry, self._written = Entry(0.0, ""), 0.0
+        self._entry, self._written, self._looked = Entry(time.time(), "", where=self._where), 0.0, 0.0
         self._store = store.bounded(_PATIENCE, _PAUSE)
         self._gone = False
         self._watched: tuple[float, Callable[[], object]] | None = None
+        self._until = float("inf")
         self._lock = threading.RLock()
         self._end = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(
+            target=_keep_writing, args=(weakref.ref(self), self._end), name="fpipe-journal", daemon=True
+        )
+        self._thread.start()
+        weakref.finalize(self, _stop, self._thread, self._end)
 
     def note(self, text: str) -> None:
         """Record the newest action; the thread writes it."""
         self.text = text
-        if self._thread is None:
-            self._start()
 
     def watch(self, deadline: float, expired: Callable[[], object]) -> None:
         """Call a function in the thread if the time passes before :meth:`relax`."""
         self._watched = (deadline, expired)
-        if self._thread is None:
-            self._start()
+
+    def prolong(self, seconds: float) -> None:
+        """Let :meth:`watch` go on for some seconds and those of its grace."""
+        if self._watched is not None:
+            self._watched = (time.monotonic() + seconds + GRACE, self._watched[1])
 
     def relax(self) -> None:
         """End :meth:`watch`."""
@@ -89,31 +108,39 @@ class Journal:
     def tick(self) -> None:
         """One round of the thread."""
         self.write()
+        if self.concluded is None and time.monotonic() - self._looked > BEAT:
+            self._looked = time.monotonic()
+            found = self._use(lambda store: decode(store.get(_FIRST)) if store.check([_FIRST]) else None)
+            self.concluded = found if isinstance(found, Conclusion) else None
         watched = self._watched
         if watched is not None and time.monotonic() > watched[0]:
             watched[1]()
 
-    def _start(self) -> None:
-        self._thread = threading.Thread(
-            target=_keep_writing, args=(weakref.ref(self), self._end), name="fpipe-journal", daemon=True
-        )
-        self._thread.start()
-        weakref.finalize(self, _stop, self._thread, self._end)
-
     def write(self) -> None:
         """Write changes now, and a sign of life if the last one is old."""
         with self._lock:
-            last, text, peer, now = self._entry, self.text, self.peer, time.time()
-            if (text, peer) != (last.note, last.peer):
-                last = Entry(now, text, peer, beat=last.beat, where=self._where)
+            last, text, peers, now = self._entry, self.text, self.peers, time.time()
+            if (text, peers) != (last.note, last.peers):
+                last = Entry(now, text, peers, beat=last.beat, where=self._where)
             elif now - self._written < BEAT:
                 return
             self._written, self._entry = now, last._replace(beat=last.beat + 1)
             self._set("last", self._entry)
 
-    def failed(self, text: str, peer: int | None = None, lost: bool = False) -> None:
-        """Publish this rank's failure now, with the peer that it waited for and whether the connection broke."""
-        self._set("failed", Entry(time.time(), self.text, peer, text, lost, where=self._where))
+    def hurry(self, seconds: float = float("inf")) -> float:
+        """Use the store for some seconds from now on; returns their end."""
+        self._until = time.monotonic() + seconds
+        return self._until
+
+    def failed(self, text: str, peers: tuple[int, ...] = (), lost: bool = False) -> None:
+        """Publish this rank's failure now, with the peers that it waited for and whether a connection broke."""
+        self._set("failed", Entry(time.time(), self.text, peers, text, lost, where=self._where))
+
+    def conclude(self, suspect: int | None, text: str) -> None:
+        """Publish which rank to examine, and why, unless another rank did."""
+        if suspect is not None:
+            raw = encode(Conclusion(suspect, text))
+            self._use(lambda store: None if store.check([_FIRST]) else store.set(_FIRST, raw))
 
     def last(self, rank: int) -> Entry | None:
         """The newest entry of a rank."""
@@ -142,7 +169,7 @@ class Journal:
     def _use(self, call: Callable[[BoundedStore], T]) -> T | None:
         with self._lock:
             try:
-                return None if self._gone else call(self._store)
+                return None if self._gone or time.monotonic() > self._until else call(self._store)
             except (StoreLostError, GroupError):  # the process of the store is stopped, or another one writes
                 return None
             except RuntimeError:  # the process of the store is gone: a further call would only print a warning
@@ -161,7 +188,7 @@ def _keep_writing(journal: weakref.ref[Journal], end: threading.Event) -> None:
         end.wait(EVERY)
 
 
-def _stop(thread: threading.Thread | None, end: threading.Event) -> None:
+def _stop(thread: threading.Thread, end: threading.Event) -> None:
     end.set()
-    if thread is not None and thread is not threading.current_thread():
+    if thread is not threading.current_thread():
         thread.join(timeout=_PATIENCE + EVERY)

@@ -9,6 +9,7 @@ knows process groups; it must not know stages, schedules or ranks of a pipeline.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import GroupError
+from .faults import watched
 
 Members = Any  # a ProcessGroup, a DeviceMesh of one axis, or None: this process only
 
@@ -36,7 +38,8 @@ class _Collective(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, kind: str, name: str, size: int, sent: Rows, received: Rows) -> Tensor:
         backward, start = _KINDS[kind]
         ctx.reverse = (backward, name, size, received, sent)
-        return _FUNCTIONAL.wait_tensor(start(x.contiguous(), name, size, sent, received))
+        with nullcontext() if torch.compiler.is_compiling() else watched(name):
+            return _FUNCTIONAL.wait_tensor(start(x.contiguous(), name, size, sent, received))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -16,9 +16,14 @@ from ..errors import GroupError
 from .bounded import BoundedStore
 from .data import decode, encode
 from .faults import FaultMonitor
+from .journal import BEAT
 
-_LINGER = 5.0  #: seconds that rank 0, which may host the store, waits for the others to leave a round
+_LINGER = 5.0  #: seconds that rank 0, which may host the store, waits at most for all others to leave a round
 _POLL_FIRST, _POLL_LAST = 0.0005, 0.02  #: seconds between two polls, initially and at most
+#: What the journal entry of a rank that traces begins with.
+TRACING = "tracing"
+_ALIVE = 2.2 * BEAT  #: seconds within which a rank that is alive writes its journal
+_TRACING_LIMIT = 10
 _POLL_FAILURES = 1.0  #: seconds between two polls for a reported failure
 
 
@@ -63,18 +68,31 @@ class Rendezvous:
             return decode(self._store.get(key))
 
     def _appears(self, key: str, rank: int | None, seconds: float) -> bool:
-        """Poll until a key is set; raises if the rank that should set it reports a failure."""
+        """Poll until a key is set; raises if the rank that should set it reports a failure.
+
+        A first trace may take longer than any message: while the rank traces and writes its journal, the wait goes on
+        for up to ``_TRACING_LIMIT`` times as long.
+        """
         start = checked = time.monotonic()
-        pause = _POLL_FIRST
+        look, before, pause = start + max(0.0, seconds - _ALIVE), None, _POLL_FIRST
+        # ``look``: when to read the entry of the rank, last ``before``, which changes while the rank is alive
         while not self._store.check([key]):
             now = time.monotonic()
-            if now - start > seconds:
-                return False
+            if rank is None:
+                if now - start > seconds:
+                    return False
+            elif now > look:
+                entry = self._monitor.last(rank)
+                alive = entry != before and entry is not None and entry.note.startswith(TRACING) and not entry.peers
+                if now - start > (_TRACING_LIMIT * seconds if alive else seconds):
+                    return False
+                before, look = entry, now + _ALIVE if now - start > seconds else start + seconds
+                self._monitor.journal.prolong(look - now)
             if rank is not None:
                 self._check()
             if rank is not None and now - checked > _POLL_FAILURES:
                 checked = now
-                if self._monitor.journal.failure(rank) is not None:
+                if self._monitor.failure(rank) is not None:
                     raise RuntimeError(f"rank {rank} failed before it called it")
             time.sleep(pause)
             pause = min(2 * pause, _POLL_LAST)
@@ -85,8 +103,9 @@ class Rendezvous:
         store, rank, size = self._store, self._monitor.rank, self._monitor.size
         try:
             if rank == 0:
+                end = time.monotonic() + min(_LINGER, self._monitor.timeout / 2)
                 for other in range(1, size):
-                    self._appears(f"left/{number}/{other}", None, _LINGER)
+                    self._appears(f"left/{number}/{other}", None, end - time.monotonic())
                 return
             store.set(f"left/{number}/{rank}", "")
             if number >= 2:

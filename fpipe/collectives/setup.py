@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.rendezvous import rendezvous
 
 from ..devices import kind, pick
 from ..errors import FpipeError, GroupError
-from ._store import prefixed, set_timeout
-from .bounded import BoundedStore, host
+from ._store import set_timeout
+from .bounded import host, of_group
 from .c10d import C10dGroup
 from .capabilities import Capabilities
+from .journal import Journal
 from .local import LocalGroup, check_ranks, local
+from .meeting import meet
 from .watchdog import ends
 
 TIMEOUT = 300.0
@@ -33,8 +33,13 @@ class MeshGroup(C10dGroup):
 
     def __init__(self, mesh: DeviceMesh, device: torch.device, timeout: float):
         self.mesh = mesh
-        self.dp, self.tp = (C10dGroup(mesh.get_group(axis), device, timeout, purpose=axis) for axis in ("dp", "tp"))
-        super().__init__(mesh.get_group("pp"), device, timeout)
+        world = dist.group.WORLD
+        assert world is not None
+        journal = Journal(of_group(world, "mesh", timeout)[0], dist.get_rank())  # a rank of one axis may stop another's
+        self.dp, self.tp = (
+            C10dGroup(mesh.get_group(axis), device, timeout, purpose=axis, journal=journal) for axis in ("dp", "tp")
+        )
+        super().__init__(mesh.get_group("pp"), device, timeout, journal=journal)
         for axis in mesh.mesh_dim_names or ():
             pg = mesh.get_group(axis)
             if pg is not dist.group.WORLD:  # some calls of backends ignore the time-out of their wait
@@ -81,19 +86,22 @@ def init(
         _GROUPS.clear()
         # Neighbouring ranks of the last axis are close to each other. Pipelines communicate least, copies of a stage
         # more, and processes that share a stage most.
-        with ends(seconds, f"the processes did not connect within {seconds:g} s; look for a rank that has not started"):
-            group = _GROUPS[key] = _connected(picked, (pp, dp, tp), seconds)
+        group = _GROUPS[key] = _group(picked, (pp, dp, tp), seconds)
     return group
 
 
-def _connected(device: torch.device, shape: tuple[int, int, int], seconds: float) -> MeshGroup:
+def _group(device: torch.device, shape: tuple[int, int, int], seconds: float) -> MeshGroup:
     try:
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
-        return MeshGroup(mesh, device, seconds)
+        with ends(seconds, f"the processes did not connect within {seconds:g} s. Look at {host()[0]} first"):
+            mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
+            return MeshGroup(mesh, device, seconds)
     except FpipeError:
         raise
     except RuntimeError as error:
-        raise GroupError(f"the processes met, and could not connect ({error}){_files(error)}") from error
+        raise GroupError(
+            f"the processes could not connect ({error}). Look at {host()[0]}, which hosts the store of the job, first"
+            f"{_files(error)}"
+        ) from error
 
 
 #: The latest group of this process, by the arguments of ``init``, which may be called several times.
@@ -125,43 +133,25 @@ def _check(pp: object, dp: object, tp: object, seconds: float) -> None:
 def _start(device: torch.device, backend: str | None, seconds: float) -> None:
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
+    backend = backend or kind(device.type).backends
     try:
-        with ends(seconds, f"the processes did not meet within {seconds:g} s; look at {host()[0]} first"):
-            store, rank, size = _meet(seconds)
-            dist.init_process_group(
-                backend or kind(device.type).backends, timeout=timedelta(seconds=seconds), store=store, rank=rank,
-                world_size=size,
-            )  # fmt: skip
+        with ends(seconds, f"the processes did not meet within {seconds:g} s. Look at {host()[0]} first"):
+            store, rank, size = meet(seconds)
+            wait = timedelta(seconds=seconds)
+            dist.init_process_group(backend, timeout=wait, store=store, rank=rank, world_size=size)
+    except GroupError:
+        raise
     except (RuntimeError, ValueError) as error:
         raise GroupError(
-            f"the processes could not meet at the store of the job, which {host()[0]} hosts ({error}); check RANK, "
-            f"WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets, and that "
-            f"backend={backend or kind(device.type).backends!r} is in this build of torch{_files(error)}"
+            f"the processes could not meet at the store of the job ({error}). Look at {host()[0]}, which hosts it, "
+            f"first; check RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets, and that "
+            f"backend={backend!r} is in this build of torch{_files(error)}"
         ) from error
 
 
 def _files(error: Exception) -> str:
     """What to do where a process may not open more files; empty for other errors."""
     return "; raise the limit of open files, as with ulimit -n 4096" if "Too many open files" in str(error) else ""
-
-
-#: The latest store, rank and size, by the address at which the processes meet.
-_MET: dict[tuple[str | None, ...], tuple[Any, int, int]] = {}
-
-
-def _meet(seconds: float) -> tuple[Any, int, int]:
-    """The store with a prefix for this process group, the rank and the size, of the environment variables of torchrun.
-
-    Process groups of one job have the same names after ``destroy_process_group``. With one prefix, a backend would read
-    the addresses of the ones before.
-    """
-    address = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")))
-    if address not in _MET:
-        _MET.clear()
-        _MET[address] = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
-    store, rank, size = _MET[address]
-    nth = BoundedStore(store, seconds).add(f"fpipe/init/{rank}", 1)
-    return prefixed(f"fpipe/init/{nth}", store), rank, size
 
 
 def _shape(pp: int | None, dp: int, tp: int) -> int:

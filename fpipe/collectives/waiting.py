@@ -44,7 +44,7 @@ class Waiter:
 
 
 def _work(jobs: _Jobs) -> None:
-    while (task := jobs.get()) is not None:
+    while (task := jobs.get()) is not None:  # without a bound: the thread is a daemon that nothing waits for
         job, done = task
         try:
             job()

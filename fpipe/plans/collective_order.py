@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from statistics import median
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ..collectives._store import gather_members, time_members
+from ..collectives.faults import watched
 from ..errors import MismatchError
 from .lowering import lower
 from .plan import LoweringInput, Plan
@@ -45,7 +46,7 @@ def lower_together(inputs: Mapping[int, LoweringInput]) -> dict[int, Plan]:
     starts = starts_of(plans, inputs)
     refused: dict[tuple[int, int], str] = {}
     for name in sorted(starts):
-        reports = gather_members(name, starts[name]) or []
+        reports = _gathered(name, starts[name]) or []
         for (member, k), reason in conflicts(name, reports).items():
             if reports[member] == starts[name]:
                 refused[reports[member][k].rank, reports[member][k].position] = reason
@@ -54,12 +55,18 @@ def lower_together(inputs: Mapping[int, LoweringInput]) -> dict[int, Plan]:
             plans[rank] = lower(replace(source, overlap=replace(source.overlap, refused=refused)), rank)
         starts = starts_of(plans, inputs)
     for name in sorted(starts):  # others may have fallen back because of another communicator
-        if conflicts(name, gather_members(name, starts[name]) or []):
+        if conflicts(name, _gathered(name, starts[name]) or []):
             raise MismatchError(
                 f"the members of group {name} could not agree on one order of collectives for their woven actions; "
                 'say fpipe.pipeline(..., overlap="sequential")'
             )
     return plans
+
+
+def _gathered(name: str, obj: Any) -> list[Any] | None:
+    """``gather_members`` with an end, and an error that names the member that does not answer."""
+    with watched(name):
+        return gather_members(name, obj)
 
 
 def _measure_links(inputs: Mapping[int, LoweringInput]) -> None:
@@ -71,12 +78,13 @@ def _measure_links(inputs: Mapping[int, LoweringInput]) -> None:
     )  # fmt: skip
     largest = {c.members: c for c in sorted(started, key=lambda c: c.nbytes)}
     for name, collective in sorted(largest.items()):
-        reports = gather_members(name, (name in LINKS, collective.nbytes))
+        reports = _gathered(name, (name in LINKS, collective.nbytes))
         if reports is None or all(known for known, _ in reports):
             continue
         large, device = min(max(size for _, size in reports), _MOST), collective.device
-        times = time_members(name, _LEAST, device), time_members(name, large, device), pace(device)
-        small, long, paced = map(median, zip(*(gather_members(name, times) or []), strict=True))
+        with watched(name):
+            times = time_members(name, _LEAST, device), time_members(name, large, device), pace(device)
+        small, long, paced = map(median, zip(*(_gathered(name, times) or []), strict=True))
         LINKS[name] = Link(int(small * 1e9), (large - _LEAST) / max(1.0, (long - small) * 1e9), paced)
 
 

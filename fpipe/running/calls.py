@@ -150,31 +150,37 @@ class Cache:
 def forward(call: Call, cache: Cache) -> Tree:
     """Loss or outputs, forward alone."""
     with call.config.claim:
-        results, returned = _run_all(call, cache)
-        if call.config.loss is not None:
-            return _value(call, results)
-        y = joined(results.outputs(), call.x.uniform) if call.each is None else _returned_by_each(call, returned)
-        return y if call.state is None else (y, results.states())
+        plans, _ = _announced(call, cache)
+        with _Reported(call.config):
+            results, returned = _run_all(call, plans)
+            if call.config.loss is not None:
+                return _value(call, results)
+            y = joined(results.outputs(), call.x.uniform) if call.each is None else _returned_by_each(call, returned)
+            return y if call.state is None else (y, results.states())
 
 
 def value_and_grad(call: Call, cache: Cache, value: bool = True) -> tuple[Tree, tuple[Tree, ...]]:
     """The value, where it is wanted, and gradients in the order of ``call.wanted``."""
     with call.config.claim:
-        results, _ = _run_all(call, cache)
-        by_argument = {0: results.param_grads, 1: lambda: joined(results.input_grads(), call.x.uniform)}
-        grads = {n: by_argument[n]() for n in call.wanted}
-        return _value(call, results) if value else results.leave_loss(), tuple(grads[n] for n in call.wanted)
+        plans, _ = _announced(call, cache)
+        with _Reported(call.config):
+            results, _ = _run_all(call, plans)
+            by_argument = {0: results.param_grads, 1: lambda: joined(results.input_grads(), call.x.uniform)}
+            grads = {n: by_argument[n]() for n in call.wanted}
+            return _value(call, results) if value else results.leave_loss(), tuple(grads[n] for n in call.wanted)
 
 
 def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback]:
     """The forward phase now; the backward phase in the pullback."""
     regs: AllRegisters = {}
     with call.config.claim:
-        plans, weights, number = _ready(call, cache)
-        _run(call, plans, regs, lambda feeder, r: feeder.fill(r, call, weights), phase=0)
-        results = Results(plans.layout, regs, call, weights)
-        y = joined(results.outputs(), call.x.uniform)
-        y = y if call.state is None else (y, results.states())
+        plans, number = _announced(call, cache)
+        with _Reported(call.config):
+            weights = _weights(call, plans)
+            _run(call, plans, regs, lambda feeder, r: feeder.fill(r, call, weights), phase=0)
+            results = Results(plans.layout, regs, call, weights)
+            y = joined(results.outputs(), call.x.uniform)
+            y = y if call.state is None else (y, results.states())
     kept: list[AllRegisters] = [regs]
     before = _versions(plans, regs)
 
@@ -194,9 +200,10 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback]:
         with call.config.claim, retaining(retain):
             regs = {rank: r.copy() for rank, r in kept[0].items()} if retain else kept.pop()
             plans.announce(call, number)
-            _run(call, plans, regs, lambda feeder, r: feeder.fill_cotangents(r, rows), phase=1)
-            results = Results(plans.layout, regs, call, weights, rows)
-            return results.param_grads(), joined(results.input_grads(), call.x.uniform)
+            with _Reported(call.config):
+                _run(call, plans, regs, lambda feeder, r: feeder.fill_cotangents(r, rows), phase=1)
+                results = Results(plans.layout, regs, call, weights, rows)
+                return results.param_grads(), joined(results.input_grads(), call.x.uniform)
 
     return y, pullback
 
@@ -227,31 +234,42 @@ def _refuse_surrounded() -> None:
 
 
 # ---- running --------------------------------------------------------------------------------------------------------
-def _ready(call: Call, cache: Cache) -> tuple[CachedPlans, Weights | None, int]:
-    """The plans of a call, then its weights, over which copies of the pipeline communicate, and its number."""
+class _Reported:
+    """Around what follows the announcement of a call: an error of this rank is reported to the others, which wait."""
+
+    __slots__ = ("config",)
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            group, copies = self.config.group, self.config.copies
+            for each in (group,) if copies is None else (group, copies.group):
+                each.failed(error)
+            group.reset()
+
+
+def _announced(call: Call, cache: Cache) -> tuple[CachedPlans, int]:
+    """The plans of a call, and its number. From now on the other ranks expect its messages."""
     _refuse_surrounded()
-    plans, number = cache.announced(call)
-    try:
-        weights = call.weights()
-        if plans.misplaced is not None:
-            raise BatchError(plans.misplaced)
-    except BaseException as error:
-        _failed(call, error)
-        raise
-    return plans, weights, number
+    return cache.announced(call)
 
 
-def _failed(call: Call, error: BaseException) -> None:
-    """Report to the other processes that an announced call has failed here."""
-    group, copies = call.config.group, call.config.copies
-    for each in (group,) if copies is None else (group, copies.group):
-        each.failed(error)
-    group.reset()
+def _weights(call: Call, plans: CachedPlans) -> Weights | None:
+    """The weights of a call, over which copies of the pipeline communicate."""
+    weights = call.weights()
+    if plans.misplaced is not None:
+        raise BatchError(plans.misplaced)
+    return weights
 
 
-def _run_all(call: Call, cache: Cache) -> tuple[Results, dict[int, Any]]:
+def _run_all(call: Call, plans: CachedPlans) -> tuple[Results, dict[int, Any]]:
     """Run the whole schedule. Returns its results, and what ``each`` returned by microbatch."""
-    plans, weights, _ = _ready(call, cache)
+    weights = _weights(call, plans)
     regs: AllRegisters = {}
     results = Results(plans.layout, regs, call, weights)
     returned: dict[int, Any] = {}
@@ -293,9 +311,6 @@ def _run(
         if phase != 0 and debugging():
             for rank, executable in executables.items():
                 check_leaks(executable.plan, regs[rank])
-    except BaseException as error:
-        _failed(call, error)
-        raise
     finally:
         for r in regs.values():
             r.send_loss = None  # it refers to the registers

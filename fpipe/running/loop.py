@@ -11,16 +11,18 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
+from ..collectives.faults import watched
 from ..collectives.group import Group, Work
 from ..devices import drawn
 from ..errors import ActionError, DeadlockError, FpipeError, StageError
 from ..plans.plan import Instruction, Plan
+from ..plans.weaving.segments import collective, collectives_of
 from ..programs.explain import where
 from ..tree import sum_dtype
 from .copies import together
@@ -61,8 +63,29 @@ WATCH: ContextVar[Callable[[Executable, Sequence[StepFn], int], Sequence[StepFn]
 
 def bind(plan: Plan, group: Group, options: Options) -> Executable:
     """Make every instruction callable."""
-    steps = tuple(_bind(ins, plan.rank, group, options) for ins in plan.instructions)
+    groups = _communicators(plan)
+    steps = tuple(_bind(_bounded(ins, groups), plan.rank, group, options) for ins in plan.instructions)
     return Executable(plan, steps, group)
+
+
+def _communicators(plan: Plan) -> dict[int, str]:
+    """By stage, the process group of the collectives in its programs."""
+    programs = [(ins.stage, ins.program) for ins in plan.instructions if ins.program is not None]
+    return {stage: found.members for stage, program in programs for found in collectives_of(program)}
+
+
+def _bounded(ins: Instruction, groups: Mapping[int, str]) -> Instruction:
+    """With a program whose waits for collectives end in time: those of a backend may not."""
+    program = ins.program
+    if program is None or ins.stage not in groups or not collective(program):
+        return ins
+    run, name = program.run, groups[ins.stage]
+
+    def bounded(box: list[Any]) -> tuple[Any, ...]:
+        with watched(name):
+            return run(box)
+
+    return replace(ins, program=replace(program, run=bounded))
 
 
 def execute(bound: Executable, r: Registers, start: int = 0, stop: int | None = None) -> Generator[Work, None, None]:

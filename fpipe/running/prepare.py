@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from .. import tree
+from ..collectives.rendezvous import TRACING
 from ..errors import MismatchError, StageError
 from ..plans.builder import sum_of
 from ..plans.collective_order import lower_together
@@ -167,7 +168,12 @@ def _traced(config: Config, request: Request) -> list[_Traced]:
             for kind, count, new in zip(traced, known, news, strict=True)
         ]
     if config.loss is not None:
-        traced = [replace(kind, loss=_loss_programs(config, request, kind)) for kind in traced]
+
+        def with_loss(known: list[_Traced] = traced) -> None:
+            nonlocal traced
+            traced = [replace(kind, loss=_loss_programs(config, request, kind)) for kind in known]
+
+        together(config.group, with_loss, lambda _: None, lambda _: None)
     return traced if request.mode == "forward" else _without_unused(config, request, traced)
 
 
@@ -197,7 +203,7 @@ def _with_stage(
     x = traced.interfaces[stage - 1].y.handed_on() if stage else traced.kind[0]
     trees = [params, x, traced.kind[2][stage], request.states[stage] or AbstractTree.of(None)]
     devices = dict.fromkeys(map(config.group.device, ranks))
-    programs = {(stage, d): _programs(config.functions[stage], trees, d, stage, unused) for d in devices}
+    programs = {(stage, d): _programs(config, config.functions[stage], trees, d, stage, unused) for d in devices}
     paths = tuple(".".join(map(str, path)) for path in params.spec.paths())
     interface = Interface.of(programs[stage, config.group.device(ranks[0])], paths)
     return replace(traced.updated({stage: interface}), programs={**traced.programs, **programs})
@@ -248,16 +254,18 @@ def _loss_programs(config: Config, request: Request, traced: _Traced) -> Program
     stage = loss_stage(config.loss, request.has_aux)
     ranks = [r for r in request.schedule.placement.ranks_of(config.stages - 1) if r in config.group.here]
     device = config.group.device((ranks or config.group.here)[0])
-    programs = _programs(stage, [AbstractTree.of({}), x, sides[-1], AbstractTree.of(None)], device, None)
+    programs = _programs(config, stage, [AbstractTree.of({}), x, sides[-1], AbstractTree.of(None)], device, None)
     check_scalar(stage.label, next(iter(programs.outputs.y.tensors), None))
     return programs
 
 
 def _programs(
-    stage: Stage, trees: Sequence[AbstractTree], device: torch.device, index: int | None,
+    config: Config, stage: Stage, trees: Sequence[AbstractTree], device: torch.device, index: int | None,
     unused: frozenset[int] = frozenset(),
 ) -> Programs:  # fmt: skip
     """The programs of stage ``index``, or of the loss (None), on a device."""
+    group = config.group
+    group.journal(group.here[0], f"{TRACING} {'the loss' if index is None else f'stage {index}'}")
     try:
         return programs_of(stage, Signature(*(t.on(device) for t in trees)), unused)
     except StageError as error:

@@ -102,7 +102,7 @@ def test_survivors_end_when_the_host_of_the_store_is_stopped(moment: str, shared
     try:
         for rank in ranks[1:]:
             assert rank.stderr is not None
-            text = rank.communicate(timeout=60)[1].strip().splitlines()[-1]
+            text = rank.communicate(timeout=150)[1].strip().splitlines()[-1]
             assert rank.returncode == 1
             assert "Error: " in text, text
             assert "rank 0" in text, text

@@ -83,7 +83,7 @@ _lock = threading.Lock()
 
 def fence() -> None:
     """Make earlier writes visible to other processors before later reads: taking a lock does that."""
-    _lock.acquire()
+    _lock.acquire()  # held for an instant only
     _lock.release()
 
 

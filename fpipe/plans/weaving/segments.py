@@ -99,6 +99,11 @@ def collectives_of(program: Program) -> tuple[Collective, ...]:
     return _COLLECTIVES[program]
 
 
+def collective(program: Program) -> bool:
+    """Whether a program, or a segment of one, starts a collective or waits for one."""
+    return bool(collectives_of(program)) or any(map(waited, program.nodes))
+
+
 def microseconds(program: Program) -> float:
     """How long a program is expected to take, each of its collectives waited for at once."""
     return (sum(map(nanoseconds, program.nodes)) + sum(c.nanoseconds for c in collectives_of(program))) / 1e3

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the processes of a job meet: the store that the environment variables of torchrun name, and a roll call.
+
+The roll call names the ranks that have not come; backends, which connect afterwards, do not. This module must not know
+groups.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from ..errors import GroupError
+from ._store import prefixed
+from .bounded import BoundedStore
+
+#: The latest store, by the address at which the processes meet.
+_MET: dict[tuple[str | None, ...], Any] = {}
+_POLL = 0.01  #: seconds between two looks
+_SHOWN = 8  #: how many missing ranks an error names
+_LINGER = 1.0  #: seconds for the other ranks to read why the meeting failed, where the store ends with this process
+
+
+def meet(seconds: float) -> tuple[Any, int, int]:
+    """The store with a prefix for this process group, the rank and the size, of the environment variables of torchrun.
+
+    Process groups of one job have the same names after ``destroy_process_group``. With one prefix, a backend would read
+    the addresses of the ones before.
+    """
+    rank, size = int(_variable("RANK")), int(_variable("WORLD_SIZE"))
+    address = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")))
+    end = time.monotonic() + seconds
+    if address not in _MET:
+        _MET.clear()
+        _MET[address] = _connected(rank, size, seconds)
+    store = BoundedStore(_MET[address], seconds)
+    prefix = f"fpipe/init/{store.add(f'fpipe/init/{rank}', 1)}"
+    _call_roll(store, prefix, rank, size, seconds, end)
+    return prefixed(prefix, _MET[address]), rank, size
+
+
+def _variable(name: str) -> str:
+    value = os.environ.get(name)
+    if value is None:
+        raise ValueError(f"the environment variable {name} is not set")
+    return value
+
+
+def _connected(rank: int, size: int, seconds: float) -> Any:
+    """A connection to the store, of which rank 0 is the host unless the launcher is. Waits for no other rank."""
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return TCPStore(
+        _variable("MASTER_ADDR"), int(_variable("MASTER_PORT")), size, hosts, timedelta(seconds=seconds),
+        wait_for_workers=False, multi_tenant=hosts,
+    )  # fmt: skip
+
+
+def _call_roll(store: BoundedStore, prefix: str, rank: int, size: int, seconds: float, end: float) -> None:
+    """Wait until every rank has come; raises GroupError with the ranks that have not."""
+    store.set(f"{prefix}/here/{rank}", "")
+    if store.add(f"{prefix}/count", 1) == size:
+        store.set(f"{prefix}/end", "")
+    while not store.check([f"{prefix}/end"]):
+        if time.monotonic() > end:
+            missing = [other for other in range(size) if not store.check([f"{prefix}/here/{other}"])]
+            store.set(f"{prefix}/end", " ".join(map(str, missing)))
+            break
+        time.sleep(_POLL)
+    missing = store.get(f"{prefix}/end").decode().split()
+    if missing:
+        if rank == 0:
+            time.sleep(_LINGER)
+        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        raise GroupError(
+            f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing[:_SHOWN])}{more} did not come within "
+            f"{seconds:g} s. Look at rank {missing[0]} first; raise timeout= if it may start so much later"
+        )

@@ -1,0 +1,124 @@
+"""The search for the rank that stopped the others, over journals in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch.distributed as dist
+
+from fpipe.collectives import faults, journal
+from fpipe.collectives.bounded import BoundedStore
+from fpipe.collectives.faults import FaultMonitor
+from fpipe.collectives.rendezvous import TRACING, Rendezvous
+from fpipe.errors import StalledError
+
+WAIT = 1.0
+
+
+@pytest.fixture(autouse=True)
+def _no_lingering(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(faults, "host", lambda: ("the launcher", None))
+
+
+@contextmanager
+def journals(ranks: int) -> Iterator[tuple[BoundedStore, list[journal.Journal]]]:
+    store = BoundedStore(dist.HashStore(), 5.0)
+    found = [journal.Journal(store, rank) for rank in range(ranks)]
+    for each in found:
+        each.write()
+    try:
+        yield store, found
+    finally:
+        for each in found:
+            each.close()
+
+
+def monitor(store: BoundedStore, journals: list[journal.Journal], rank: int, names: list[int]) -> FaultMonitor:
+    return FaultMonitor(store, names.index(rank), len(names), WAIT, names, journals[rank])
+
+
+def test_the_search_goes_from_one_group_to_another():
+    """Rank 0 waits in its pipeline for rank 1, which waits for a copy on rank 3: the fault of one group stopped all."""
+    with journals(4) as (store, (first, second, third, fourth)):
+        second.note("1B0")
+        second.peers = (3,)
+        second.write()
+        fourth.note("1F2")
+        fourth.close()  # it stops
+        fourth.write()
+        error = monitor(store, [first, second, third, fourth], 0, [0, 1]).diagnose(RuntimeError("timed out"), 1, "for")
+    assert "Rank 1 (1B0) waits for rank 3; rank 3 does not answer, and its last known action was 1F2" in str(error)
+    assert "Look at rank 3 (process" in str(error)
+
+
+def test_of_ranks_that_wait_for_all_the_one_that_does_not_wait_is_named():
+    """A sum over all ranks, of which rank 2 computes: its time-out named another rank that waited."""
+    with journals(3) as (store, found):
+        for each in found[:2]:
+            each.peers = tuple({0, 1, 2} - {found.index(each)})
+            each.write()
+        error = monitor(store, found, 0, [0, 1, 2]).diagnose(RuntimeError("timed out"), None, "for the sum with")
+    assert "Rank 2 waits for no rank" in str(error)
+    assert "Look at rank 2" in str(error)
+
+
+def test_a_failure_that_another_rank_concluded_is_known_without_the_store():
+    """Rank 0 hosts the store and ends after its error; the others blamed rank 0."""
+    with journals(3) as (store, found):
+        found[0].conclude(2, "rank 2 raised ValueError: boo")
+        while found[1].concluded is None:  # its thread reads it within a second
+            time.sleep(0.05)
+        found[1]._gone = True
+        error = monitor(store, found, 1, [0, 1, 2]).diagnose(RuntimeError("connection reset"), 0, "for")
+    assert "Rank 2 raised ValueError: boo. Look at rank 2 first" in str(error)
+
+
+def test_a_wait_inside_a_stage_that_the_backend_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch):
+    """``wait_tensor`` has no time-out of its own: the journal ends the process with the error."""
+    ended: list[Exception] = []
+    monkeypatch.setattr(faults, "give_up", ended.append)
+    monkeypatch.setattr(faults, "GRACE", 0.2)
+    monkeypatch.setattr(faults, "members", lambda name: [0, 1])
+    with journals(2) as (store, found):
+        owner = monitor(store, found, 0, [0, 1])
+        monkeypatch.setattr(faults, "_MONITORS", {"tp": owner})
+        with faults.watched("tp"):
+            time.sleep(WAIT + 3.5)
+    assert isinstance(ended[0], StalledError)
+    assert "in a collective of a stage with rank 1" in str(ended[0])
+
+
+def test_errors_of_a_stage_itself_are_not_those_of_its_group(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(faults, "members", lambda name: [0, 1])
+    with journals(2) as (store, found):
+        owner = monitor(store, found, 0, [0, 1])
+        monkeypatch.setattr(faults, "_MONITORS", {"tp": owner})
+        with pytest.raises(RuntimeError, match="shapes"), faults.watched("tp"):
+            raise RuntimeError("shapes do not fit")
+    assert owner.broken is None
+
+
+@pytest.mark.parametrize("note", [f"{TRACING} stage 1", "1F0"])
+def test_a_slow_first_trace_is_waited_for(note: str):
+    """It looked like a stall: the rank that traces writes its journal, and its action says that it traces."""
+    with journals(2) as (store, found):
+        meetings = [Rendezvous(store, monitor(store, found, rank, [0, 1]), lambda: None) for rank in range(2)]
+        found[1].note(note)
+
+        def late() -> object:
+            time.sleep(6 * WAIT)
+            return meetings[1].gather("b")
+
+        with ThreadPoolExecutor() as pool:
+            second = pool.submit(late)
+            if note.startswith(TRACING):
+                assert meetings[0].gather("a") == ["a", "b"]
+                assert second.result(30) == ["a", "b"]
+            else:
+                with pytest.raises(StalledError, match=r"Look at rank 1"):
+                    meetings[0].gather("a")
+                second.result(30)
