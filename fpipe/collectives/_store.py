@@ -47,6 +47,10 @@ def set_timeout(pg: dist.ProcessGroup, seconds: float) -> None:
     _set_pg_timeout(timedelta(seconds=seconds), pg)
 
 
+def _resolved(name: Any) -> dist.ProcessGroup:
+    return _resolve_process_group(name)
+
+
 def name_of(pg: dist.ProcessGroup) -> str:
     """The name of a process group; empty for one that torch.distributed did not create."""
     try:
@@ -57,7 +61,7 @@ def name_of(pg: dist.ProcessGroup) -> str:
 
 def members(name: str) -> list[int]:
     """The global ranks of a process group."""
-    return dist.get_process_group_ranks(_resolve_process_group(name))  # pyright: ignore[reportArgumentType]
+    return dist.get_process_group_ranks(_resolved(name))
 
 
 def gather_members(name: str, obj: Any) -> list[Any] | None:
@@ -65,7 +69,7 @@ def gather_members(name: str, obj: Any) -> list[Any] | None:
 
     Objects are data, as those of a ``Rendezvous``.
     """
-    pg = _resolve_process_group(name)  # pyright: ignore[reportArgumentType]  # a name is a str
+    pg = _resolved(name)
     if pg.size() == 1 or dist.get_backend(pg) == "fake":
         return None
     device = _device(pg)
@@ -104,7 +108,7 @@ def time_members(name: str, nbytes: int, device: str) -> float:
     The average of several exchanges without a pause, as in a step: over one connection the two directions may or may
     not take turns.
     """
-    pg = _resolve_process_group(name)  # pyright: ignore[reportArgumentType]
+    pg = _resolved(name)
     sent = torch.zeros(max(1, nbytes // 4 // pg.size()) * pg.size(), device=device)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=pg)  # the first one opens connections
