@@ -46,10 +46,10 @@ def encode(value: object) -> bytes:
 
     >>> decode(encode({"loss": 0.5, ("a", 1): [None, torch.float32]}))
     {'loss': 0.5, ('a', 1): [None, torch.float32]}
-    >>> encode(print)
+    >>> encode(object())
     Traceback (most recent call last):
         ...
-    fpipe.errors.GroupError: an object of type builtins.builtin_function_or_method cannot be sent to other ranks; ...
+    fpipe.errors.GroupError: an object of type builtins.object cannot be sent to other ranks; ...
     """
     raw = b"".join(_encoded(value, 0))
     if len(raw) > MOST_BYTES:

@@ -89,6 +89,7 @@ def test_the_launcher_listens_on_one_address():
     assert listening == [f"0100007F{port}"]
 
 
+@pytest.mark.timeout(300)  # of loaded machines: each rank imports torch
 @pytest.mark.parametrize(("moment", "shared"), [("start", "1"), ("handshake", "0"), ("step", "1"), ("barrier", "0")])
 def test_survivors_end_when_the_host_of_the_store_is_stopped(moment: str, shared: str):
     """With env:// they waited for ever: the error was known, and the store was asked for its cause."""

@@ -10,7 +10,7 @@ import torch
 import fpipe
 from fpipe.running.profile.profiling import Measuring
 
-UNIT = 0.02
+UNIT = 0.05  #: seconds; long beside the pauses of a loaded machine
 
 
 class Nap(torch.autograd.Function):
