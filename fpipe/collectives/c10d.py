@@ -228,7 +228,7 @@ class C10dGroup(Group):
 
     def _wait_all(self, works: Sequence[dist.Work], peer: int, doing: str) -> None:
         with self._monitor.waiting(peer, doing):
-            if not self._blocking or self._agreement.soon():
+            if not self._blocking or self._agreement.check():
                 for work in works:
                     self._wait(work)
             else:  # a message of another call never arrives, and this wait cannot be interrupted

@@ -9,13 +9,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
 from queue import SimpleQueue
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 _SLICE = 0.02  #: seconds between two checks
-_Jobs: TypeAlias = "SimpleQueue[tuple[Callable[[], object], Future[None]] | None]"
+_Jobs: TypeAlias = "SimpleQueue[_Task | None]"
 
 
 class Waiter:
@@ -31,25 +29,28 @@ class Waiter:
 
     def wait(self, job: Callable[[], object], check: Callable[[], object]) -> None:
         """Return, or raise, when ``job`` or ``check`` does."""
-        done: Future[None] = Future()
-        self._jobs.put((job, done))
-        while True:
-            try:
-                done.result(_SLICE)
-                return
-            except NotYet:
-                if done.done():  # raised by the job
-                    raise
+        task = _Task(job, threading.Lock(), [])
+        task.done.acquire()  # at once: nothing else holds it yet
+        self._jobs.put(task)
+        while not task.done.acquire(timeout=_SLICE):
             check()
+        for error in task.errors:
+            raise error
+
+
+class _Task(NamedTuple):
+    """A call; ``done`` is released when it has returned, or raised an error."""
+
+    job: Callable[[], object]
+    done: threading.Lock
+    errors: list[BaseException]
 
 
 def _work(jobs: _Jobs) -> None:
     while (task := jobs.get()) is not None:  # without a bound: the thread is a daemon that nothing waits for
-        job, done = task
         try:
-            job()
+            task.job()
         except BaseException as error:
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-        del job, done, task
+            task.errors.append(error)
+        task.done.release()
+        del task

@@ -20,6 +20,7 @@ from torch import Tensor
 import fpipe
 from fpipe.collectives.setup import adopt
 from fpipe.testing import outcomes
+from fpipe.tree import Spec
 
 
 def layer(p: Tensor, x: Tensor) -> Tensor:
@@ -282,3 +283,25 @@ def test_processes_differ(transport: str):
         assert first[1].startswith("MismatchError: ranks disagree about"), first
         assert any(word in first[1] for word in KINDS.get(first[0].split(", ")[0], KINDS["rows"]).name.split("|"))
         assert max(first[2], second[2]) < 20, "of a time-out of 60"
+
+
+def seconds_to_receive() -> float:
+    """Rank 2 announces its call late; how long rank 1 waits for a message of rank 0."""
+    group = fpipe.init(timeout=60)
+    row = torch.ones(4)
+    if group.rank == 2:
+        time.sleep(2.0)
+    group.enter(1, dict)
+    start = time.monotonic()
+    if group.rank == 0:
+        group.send((row,), 0, 1).wait()
+    elif group.rank == 1:
+        assert group.recv((Spec.of(row),), 0, 1).wait()[0].equal(row)
+    waited = time.monotonic() - start
+    group.confirm()
+    return waited
+
+
+def test_a_message_over_sockets_does_not_wait_for_the_calls_of_other_ranks():
+    _, waited, _ = fpipe.launch(seconds_to_receive, ranks=3, timeout=60, env={"FPIPE_SHARED_MEMORY": "0"})
+    assert waited < 1.0, "of the two seconds by which rank 2 is late"
