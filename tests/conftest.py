@@ -6,6 +6,7 @@ import difflib
 import os
 from collections.abc import Callable
 from itertools import islice
+from multiprocessing import forkserver
 from pathlib import Path
 
 import hypothesis
@@ -17,6 +18,10 @@ os.environ.setdefault(
 
 hypothesis.settings.register_profile("fpipe", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("fpipe")
+
+preload = forkserver.set_forkserver_preload
+# Processes that are started by a test import its file; what most files import is imported once, before the fork.
+forkserver.set_forkserver_preload = lambda names: preload([*names, "pytest", "hypothesis"])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -26,6 +26,9 @@ from .outcome import GRACE, Report, call, collect, environment, results, store
 from .ray import launch as on_ray
 
 _LOOPBACK = "127.0.0.1"
+#: Imported once, before the processes are forked: what a first step imports takes each process seconds. Fake tensors
+#: import the last one.
+_PRELOADED = ("fpipe.collectives.setup", "fpipe.running.pipeline", "torch._dynamo")
 _TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of mallopt(3)
 
 
@@ -109,7 +112,7 @@ def _context(start: str | None, fn: Callable[..., Any]) -> Any:
         raise LaunchError(f"start={start!r}; this machine has {', '.join(mp.get_all_start_methods())}")
     context = mp.get_context(start)
     if start == "forkserver":
-        context.set_forkserver_preload(["torch", "torch.distributed", "fpipe.collectives.setup"])
+        context.set_forkserver_preload(list(_PRELOADED))
     return context
 
 

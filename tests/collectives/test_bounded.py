@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -16,27 +15,37 @@ import torch.distributed as dist
 import stopped_host
 from fpipe.collectives.bounded import SECRET, BoundedStore, StoreLostError
 from fpipe.collectives.shared_memory import SWITCH
+from fpipe.command.launch import _context
 from fpipe.command.outcome import store as launcher_store
 from fpipe.errors import GroupError
 
-HOST = """
-import time, torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-time.sleep(60)
-"""
+PROCESSES = _context("forkserver", None)  # those of fpipe.launch, which have imported torch
+
+
+def _host(port: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port.send(store.port)
+    time.sleep(60)
 
 
 @pytest.fixture
 def stopped():
     """A connection to a store, and a function that stops the process of the store."""
-    host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)
-    assert host.stdout is not None
-    store = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False)
-    yield store, lambda: os.kill(host.pid, signal.SIGSTOP), lambda: os.kill(host.pid, signal.SIGCONT)
+    ours, theirs = PROCESSES.Pipe()
+    host = PROCESSES.Process(target=_host, args=(theirs,), daemon=True)
+    host.start()
+    store, pid = dist.TCPStore("127.0.0.1", ours.recv(), is_master=False), host.pid
+    assert pid is not None
+
+    def stop() -> None:
+        os.kill(pid, signal.SIGSTOP)
+        tasks = list(Path(f"/proc/{pid}/task").glob("*/stat"))
+        while any(task.read_text().rpartition(") ")[2][0] != "T" for task in tasks):
+            time.sleep(0.01)  # the thread of the store may answer until it is stopped too
+
+    yield store, stop, lambda: os.kill(pid, signal.SIGCONT)
     host.kill()
-    host.wait()
-    host.stdout.close()
+    host.join()
 
 
 @pytest.mark.xdist_group("bounded")
@@ -91,25 +100,29 @@ def test_the_launcher_listens_on_one_address():
 
 @pytest.mark.timeout(300)  # of loaded machines: each rank imports torch
 @pytest.mark.parametrize(("moment", "shared"), [("start", "1"), ("handshake", "0"), ("step", "1"), ("barrier", "0")])
-def test_survivors_end_when_the_host_of_the_store_is_stopped(moment: str, shared: str):
+def test_survivors_end_when_the_host_of_the_store_is_stopped(moment: str, shared: str, tmp_path: Path):
     """With env:// they waited for ever: the error was known, and the store was asked for its cause."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3", SWITCH: shared}
-    command = [sys.executable, stopped_host.__file__, moment]
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3", SWITCH: shared}
+    files = [tmp_path / str(rank) for rank in range(3)]
     ranks = [
-        subprocess.Popen(command, env=env | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True) for rank in range(3)
+        PROCESSES.Process(target=stopped_host.main, args=(moment, env | {"RANK": str(rank)}, file), daemon=True)
+        for rank, file in enumerate(files)
     ]
     try:
-        for rank in ranks[1:]:
-            assert rank.stderr is not None
-            text = rank.communicate(timeout=150)[1].strip().splitlines()[-1]
-            assert rank.returncode == 1
+        for rank in ranks:
+            rank.start()
+        for rank, file in list(zip(ranks, files, strict=True))[1:]:
+            rank.join(150)
+            text = file.read_text().strip().splitlines()[-1]
+            assert rank.exitcode == 1
             assert "Error: " in text, text
             assert "rank 0" in text, text
             if text[0].isdigit():
                 assert float(text.split()[0]) < stopped_host.TIMEOUT + 5, text
     finally:
         for rank in ranks:
-            rank.kill()
-            rank.communicate()
+            if rank.pid is not None:
+                rank.kill()
+                rank.join()
