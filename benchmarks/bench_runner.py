@@ -12,7 +12,7 @@ import torch
 import fpipe
 from benchmarks.command import options, save
 from benchmarks.stages import square
-from fpipe.running import loop as runner
+from fpipe.running import steps as runner
 
 NAMES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBV", "DualPipeV")
 

@@ -322,6 +322,10 @@ class C10dGroup(Group):
         """Record what this rank does next."""
         self._monitor.journal.note(text)
 
+    def notes(self, rank: int) -> Callable[[str], object]:
+        """Of the journal itself."""
+        return self._monitor.journal.note
+
     def last_note(self, rank: int) -> str:
         """The last journal entry of a rank; up to a tenth of a second old if it is another one."""
         if rank == self.rank:

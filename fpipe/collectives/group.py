@@ -91,12 +91,12 @@ class Receiver(NamedTuple):
     ``post`` requests the next message, in the same order as ``recv`` of the group, and without delay also where
     ``recv`` delays requests. Where ``fetch`` is None, a plan calls ``post`` ahead of need, at its RECV instruction.
     Otherwise a receive needs no buffer in advance: a plan does nothing at RECV, calls ``fetch`` when it needs the
-    message, and ``post`` only where that returns None. ``fetch`` returns the next message if that is a single tensor
-    and has arrived. Either all channels between two ranks have a ``fetch`` or none has.
+    message, and ``post`` only where that returns None. ``fetch`` returns the next message if it has arrived, and may
+    return None for messages of certain Specs. Either all channels between two ranks have a ``fetch`` or none has.
     """
 
     post: Callable[[], Work]
-    fetch: Callable[[], Tensor | None] | None = None
+    fetch: Callable[[], tuple[Tensor, ...] | None] | None = None
 
 
 @runtime_checkable
@@ -208,6 +208,10 @@ class Group(Protocol):
     def journal(self, rank: int, text: str) -> None:
         """Record what a rank of this process does next, for error messages of all ranks. Cheap."""
         ...
+
+    def notes(self, rank: int) -> Callable[[str], object]:
+        """``journal`` with the rank bound, for a plan that records many actions."""
+        return lambda text: self.journal(rank, text)
 
     def last_note(self, rank: int) -> str:
         """The last journal entry of a rank; empty if there is none."""

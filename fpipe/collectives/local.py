@@ -8,8 +8,11 @@ backends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +21,7 @@ from ..devices import pick
 from ..errors import DeadlockError, GroupError
 from ..tree import Spec
 from .adapt import OPS
-from .group import Done, Group, Work, check_channel, check_message, part_of
+from .group import Done, Group, Pending, Receiver, Sender, Work, check_channel, check_message, part_of
 from .wire import lay_out
 
 _SENT = Done()
@@ -83,29 +86,44 @@ class LocalGroup(Group):
         return self._devices[rank]
 
     def _channel(self, src: int, dst: int) -> _Channel:
-        check_channel(src, dst, self.size)
-        return self._channels.setdefault((src, dst), _Channel(src, dst))
+        channel = self._channels.get((src, dst))
+        if channel is None:
+            check_channel(src, dst, self.size)
+            channel = self._channels[src, dst] = _Channel(src, dst, deque(), deque(), count())
+        return channel
 
     def send(self, tensors: tuple[Tensor, ...], src: int, dst: int, specs: tuple[Spec, ...] | None = None) -> Work:
         """Put a message into its channel; complete at once. The receiver checks it."""
-        channel = self._channels.get((src, dst)) or self._channel(src, dst)
-        if not self._one_device:
-            device = self._devices[dst]
-            # The receiver reads on the CPU at once, where no stream waits for the copy.
-            tensors = tuple(tensor.to(device, non_blocking=device.type != "cpu") for tensor in tensors)
-        channel.box[channel.sent] = tensors
-        channel.sent += 1
+        self._channel(src, dst).sent.append(self._moved(tensors, dst))
         return _SENT
 
     def recv(self, specs: tuple[Spec, ...], src: int, dst: int) -> Work:
         """Request the next message of a channel; done once it was sent."""
-        channel = self._channels.get((src, dst)) or self._channel(src, dst)
-        channel.requested += 1
-        return _Receipt(channel, channel.requested - 1, specs)
+        return _request(self._channel(src, dst), specs)
+
+    def sender(self, src: int, dst: int, specs: tuple[Spec, ...]) -> Sender:
+        """A message goes into its channel as it is, or moved to the device of its receiver."""
+        put = self._channel(src, dst).sent.append
+        return put if self._one_device else lambda tensors: put(self._moved(tensors, dst))
+
+    def receiver(self, src: int, dst: int, specs: tuple[Spec, ...]) -> Receiver:
+        """A message is taken out of its channel if it was sent."""
+        channel = self._channel(src, dst)
+        return Receiver(partial(_request, channel, specs), _fetcher(channel, specs))
+
+    def _moved(self, tensors: tuple[Tensor, ...], dst: int) -> tuple[Tensor, ...]:
+        """A message on the device of its receiver."""
+        if self._one_device:
+            return tensors
+        device = self._devices[dst]
+        # The receiver reads on the CPU at once, where no stream waits for the copy.
+        return tuple(tensor.to(device, non_blocking=device.type != "cpu") for tensor in tensors)
 
     def reset(self) -> None:
         """Empty all channels."""
-        self._channels.clear()
+        for channel in self._channels.values():
+            channel.sent.clear()
+            channel.requested.clear()
 
     def settle(self, dst: int, count: int) -> None:
         """Sends are complete when they return."""
@@ -148,45 +166,80 @@ class LocalGroup(Group):
     def failed(self, error: BaseException) -> None:
         """There are no other processes."""
 
+    def notes(self, rank: int) -> Callable[[str], object]:
+        """The same with the rank bound."""
+        notes = self._notes
+
+        def note(text: str) -> None:
+            notes[rank] = text
+
+        return note
+
     def last_note(self, rank: int) -> str:
         """The last journal entry of a rank."""
         return self._notes.get(rank, "")
 
 
-class _Channel:
-    """Messages from one rank to another, by number: the n-th receive gets the n-th send."""
+class _Channel(NamedTuple):
+    """From one rank to another: messages that were sent, and receives that were requested, each in order."""
 
-    __slots__ = ("box", "dst", "requested", "sent", "src")
+    src: int
+    dst: int
+    sent: deque[tuple[Tensor, ...]]
+    requested: deque[deque[tuple[Tensor, ...]]]  # where the message of each goes
+    numbers: Iterator[int]
 
-    def __init__(self, src: int, dst: int):
-        self.src, self.dst = src, dst
-        self.box: dict[int, tuple[Tensor, ...]] = {}
-        self.sent = self.requested = 0
+
+def _match(channel: _Channel) -> None:
+    """The n-th receive gets the n-th send."""
+    sent, requested = channel.sent, channel.requested
+    while sent and requested:
+        requested.popleft().append(sent.popleft())
 
 
-class _Receipt:
-    __slots__ = ("_channel", "_number", "_specs")
+def _request(channel: _Channel, specs: tuple[Spec, ...]) -> Pending:
+    number, arrived = next(channel.numbers), deque[tuple[Tensor, ...]]()
+    channel.requested.append(arrived)
 
-    def __init__(self, channel: _Channel, number: int, specs: tuple[Spec, ...]):
-        self._channel, self._number, self._specs = channel, number, specs
+    def ready() -> bool:
+        _match(channel)
+        return bool(arrived)
 
-    def done(self) -> bool:
-        return self._number < self._channel.sent
-
-    def wait(self) -> tuple[Tensor, ...]:
-        channel = self._channel
-        if self._number >= channel.sent:
+    def finish() -> tuple[Tensor, ...]:
+        if not ready():
             raise DeadlockError(
-                f"rank {channel.dst} waits for message {self._number} of rank {channel.src}, which was not sent; "
+                f"rank {channel.dst} waits for message {number} of rank {channel.src}, which was not sent; "
                 f"no other process could send it: run rank {channel.src} first"
             )
-        tensors = channel.box.pop(self._number)
-        specs = self._specs
-        if len(tensors) == len(specs) and all(
-            t.stride() == s.stride and t.shape == s.shape and t.dtype == s.dtype and not t.is_conj() and not t.is_neg()
-            for t, s in zip(tensors, specs, strict=False)
-        ):
-            return tensors
-        check_message(tensors, specs, channel.src, channel.dst)
-        # With the strides that it has when sent between processes: kernels, and so bits, may depend on them.
-        return tuple(lay_out(tensor, spec) for tensor, spec in zip(tensors, specs, strict=True))
+        return _checked(channel, arrived.popleft(), specs)
+
+    return Pending(finish, ready)
+
+
+def _fetcher(channel: _Channel, specs: tuple[Spec, ...]) -> Callable[[], tuple[Tensor, ...] | None]:
+    """The next message if it was sent and no earlier one was requested and not received."""
+    sent, requested, alone = channel.sent, channel.requested, len(specs) == 1
+    shape, stride, dtype = specs[0] if alone else ((), (), torch.uint8)
+    lazy = dtype.is_complex
+
+    def fetch() -> tuple[Tensor, ...] | None:
+        if not sent or requested:
+            return None
+        tensors = sent.popleft()
+        if alone and len(tensors) == 1:  # most messages: what _checked does, written out
+            tensor = tensors[0]
+            if (
+                tensor.stride() == stride and tensor.shape == shape and tensor.dtype is dtype
+                and not tensor.is_neg() and not (lazy and tensor.is_conj())
+            ):  # fmt: skip
+                return tensors
+        return _checked(channel, tensors, specs)
+
+    return fetch
+
+
+def _checked(channel: _Channel, tensors: tuple[Tensor, ...], specs: tuple[Spec, ...]) -> tuple[Tensor, ...]:
+    """A message as it arrives: of the shapes and dtypes of its Specs, or an error, and with their strides."""
+    check_message(tensors, specs, channel.src, channel.dst)
+    # With the strides that it has when sent between processes: kernels, and so bits, may depend on them.
+    return tuple(map(lay_out, tensors, specs))

@@ -301,8 +301,7 @@ def _run(
         if rank not in regs:
             regs[rank] = Registers.empty(executable.plan.slots, call.seed)
         feed(plans.feeders[rank], regs[rank])
-        split_at = executable.plan.split
-        runs[rank] = execute(executable, regs[rank], split_at if phase == 1 else 0, split_at if phase == 0 else None)
+        runs[rank] = execute(executable, regs[rank], phase)
     try:
         with torch.no_grad(), without_autocast():
             drive(runs, lambda rank: group.last_note(rank) or "waiting")

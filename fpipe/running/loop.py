@@ -1,37 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interpreter: one short loop over a plan, a generator that yields only where it must wait.
 
-``bind`` turns each instruction into a small function of the registers, once; ``execute`` runs them. ``drive`` runs one
-rank per process, or all ranks of a local group in turn, by the same code. Nothing here knows schedules or backends.
+``bind`` turns each instruction into a small function of the registers (``steps``), once; ``execute`` runs them.
+``drive`` runs one rank per process, or all ranks of a local group in turn, by the same code. Nothing here knows
+schedules or backends.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
 from typing import Any, TypeAlias
-
-import torch
 
 from ..collectives.faults import watched
 from ..collectives.group import Group, Work
-from ..devices import drawn
 from ..errors import ActionError, DeadlockError, FpipeError, StageError
 from ..plans.plan import Instruction, Plan
 from ..plans.weaving.segments import collective, collectives_of
 from ..programs.explain import where
-from ..tree import sum_dtype
-from .copies import together
 from .registers import Registers
+from .steps import Options, StepFn, nothing, step_of
 
-StepFn: TypeAlias = Callable[[Registers], Any]
-RunFn: TypeAlias = Callable[[list[Any]], Sequence[Any]]
-#: Checks an instruction: its program's inputs and outputs, and the random state before it where it draws.
-Check: TypeAlias = Callable[[Instruction, Sequence[Any], Sequence[Any], torch.Tensor | None], None]
+#: Steps with the numbers of their instructions.
+Numbered: TypeAlias = tuple[tuple[int, StepFn], ...]
 
 
 @dataclass(frozen=True)
@@ -42,15 +37,12 @@ class Executable:
     steps: tuple[StepFn, ...]
     group: Group
 
-
-@dataclass(frozen=True)
-class Options:
-    """How instructions are bound: the accumulation dtype, and a check of each result."""
-
-    wide: torch.dtype | None = None
-    check: Check | None = None
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    first: int = 0  # the number of the first microbatch among those of all copies
+    @cached_property
+    def phases(self) -> tuple[Numbered, Numbered]:
+        """The steps before the split of the plan, and those after it, without those that do nothing."""
+        numbered = [(number, step) for number, step in enumerate(self.steps) if step is not nothing]
+        first = sum(number < self.plan.split for number, _ in numbered)
+        return tuple(numbered[:first]), tuple(numbered[first:])
 
 
 #: Part of autograd's message, which concerns stages with engine="eager".
@@ -64,7 +56,7 @@ WATCH: ContextVar[Callable[[Executable, Sequence[StepFn], int], Sequence[StepFn]
 def bind(plan: Plan, group: Group, options: Options) -> Executable:
     """Make every instruction callable."""
     groups = _communicators(plan)
-    steps = tuple(_bind(_bounded(ins, groups), plan.rank, group, options) for ins in plan.instructions)
+    steps = tuple(step_of(_bounded(ins, groups), plan.rank, group, options) for ins in plan.instructions)
     return Executable(plan, steps, group)
 
 
@@ -88,15 +80,17 @@ def _bounded(ins: Instruction, groups: Mapping[int, str]) -> Instruction:
     return replace(ins, program=replace(program, run=bounded))
 
 
-def execute(bound: Executable, r: Registers, start: int = 0, stop: int | None = None) -> Generator[Work, None, None]:
-    """Run the steps; yields a receive that is not done yet."""
-    index, slots = start, r.slots
-    steps: Sequence[StepFn] = bound.steps if start == 0 and stop is None else bound.steps[start:stop]
+def execute(bound: Executable, r: Registers, phase: int | None = None) -> Generator[Work, None, None]:
+    """Run the steps, all or those of one phase; yields a receive that is not done yet."""
+    number, slots = 0, r.slots
     watch = WATCH.get()
-    if watch is not None:
-        steps = watch(bound, steps, start)
+    if watch is None:
+        steps: Iterable[tuple[int, StepFn]] = chain(*bound.phases) if phase is None else bound.phases[phase]
+    else:
+        start, stop = bound.plan.split if phase == 1 else 0, bound.plan.split if phase == 0 else None
+        steps = enumerate(watch(bound, bound.steps[start:stop], start), start)
     try:
-        for step in steps:
+        for number, step in steps:  # noqa: B007  (an error names the instruction)
             pending = step(r)
             if pending is not None:
                 work, writes = pending
@@ -105,11 +99,10 @@ def execute(bound: Executable, r: Registers, start: int = 0, stop: int | None = 
                 for slot, tensor in zip(writes, work.wait(), strict=True):
                     slots[slot] = tensor
                 tensor = work = pending = None  # they refer to received tensors
-            index += 1
     except Exception as error:
         if isinstance(error, FpipeError) and (isinstance(error, ActionError) or not isinstance(error, StageError)):
             raise
-        raise _explain(error, bound.plan.instructions[index], bound.plan.rank) from error
+        raise _explain(error, bound.plan.instructions[number], bound.plan.rank) from error
 
 
 def drive(runs: Mapping[int, Generator[Work, None, None]], describe: Callable[[int], str]) -> None:
@@ -125,6 +118,7 @@ def drive(runs: Mapping[int, Generator[Work, None, None]], describe: Callable[[i
             if work is not None and not work.done():
                 continue
             moved = True
+            waiting[rank] = work = None  # it refers to the tensors that it receives
             try:
                 waiting[rank] = next(runs[rank])
             except StopIteration:
@@ -134,223 +128,6 @@ def drive(runs: Mapping[int, Generator[Work, None, None]], describe: Callable[[i
             raise DeadlockError(
                 f"every rank waits for another:\n{ranks}\nschedule.check() finds such a schedule before it runs"
             )
-
-
-# ---- instructions as functions --------------------------------------------------------------------------------------
-
-
-def _bind(ins: Instruction, rank: int, group: Group, options: Options) -> StepFn:
-    if ins.program is not None:
-        return _program(ins, options, rank, group)
-    if ins.share is not None:
-        return together(ins, ins.share, group.journal, rank)
-    if ins.kind == "SEND":
-        return _send(ins, rank, group)
-    if ins.kind == "RECV":
-        return _recv(ins, rank, group)
-    if ins.kind == "WAIT":
-        return _wait(ins, rank, group)
-    if ins.kind == "SETTLE":
-        return partial(_settle, group.settle, ins.peer, ins.number)
-    if ins.kind == "ADD":
-        return _add(ins, options.wide)
-    if ins.kind == "EACH":
-        return _each(ins, rank, group)
-    if ins.kind == "LOSS":
-        return _send_loss
-    if ins.kind == "ZERO":
-        return _zero(ins, group.device(rank))
-    assert ins.kind == "SUM", ins.kind
-    return _sum(ins)
-
-
-def _program(ins: Instruction, options: Options, rank: int, group: Group) -> StepFn:
-    program, reads, frees = ins.program, ins.reads, ins.frees
-    assert program is not None and ins.action is not None
-    run = program.run if options.check is None else _checked(program.run, options.check, ins)
-    draw = _drawing(run, ins, options) if program.random else None
-    writes, targets = tuple((i, slot) for i, slot in enumerate(ins.writes) if slot >= 0), ins.writes
-    every = len(writes) == len(targets)
-    journal, note = group.journal, " ".join(filter(None, [str(ins.action), program.label]))
-
-    def step(r: Registers) -> None:
-        slots = r.slots
-        box = [slots[i] for i in reads]
-        for i in frees:
-            slots[i] = None
-        journal(rank, note)
-        out = run(box) if draw is None else draw(r, box)
-        if every:
-            for slot, value in zip(targets, out):  # noqa: B905  (lengths agree by construction)
-                slots[slot] = value
-        else:
-            for i, slot in writes:
-                slots[slot] = out[i]
-
-    return step
-
-
-def _drawing(run: RunFn, ins: Instruction, options: Options) -> Callable[[Registers, list[Any]], Sequence[Any]]:
-    """Run a program that draws on the stream of its stage, microbatch and letter."""
-    program, device = ins.program, options.device
-    assert program is not None and ins.action is not None
-    where = (ins.stage, options.first + ins.action.microbatch, program.name)
-    resumes, leaves = program.stream or (False, False)  # a segment goes on with the stream of the one before
-
-    def draw(r: Registers, box: list[Any]) -> Sequence[Any]:
-        if r.seed is None:
-            return drawn(run, box, device, None)[0]
-        out, state = drawn(run, box, device, r.streams.pop(where) if resumes else seed_of(r.seed, *where), leaves)
-        if state is not None:
-            r.streams[where] = state
-        return out
-
-    return draw
-
-
-def seed_of(seed: int, stage: int, mb: int, letter: str) -> int:
-    """The seed of one run of a program, as the documentation of ``seed=`` states it."""
-    text = f"{seed}/{stage}/{mb}/{letter}".encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
-
-
-def _checked(run: RunFn, check: Check, ins: Instruction) -> RunFn:
-    assert ins.program is not None
-    random = ins.program.random
-
-    def checked(box: list[Any]) -> Any:
-        args, state = list(box), torch.get_rng_state() if random else None
-        out = run(box)
-        check(ins, args, out, state)
-        return out
-
-    return checked
-
-
-def _send(ins: Instruction, rank: int, group: Group) -> StepFn:
-    reads, frees = ins.reads, ins.frees
-    send = group.sender(rank, ins.peer, ins.specs)
-
-    def step(r: Registers) -> None:
-        slots = r.slots
-        tensors = tuple([slots[i] for i in reads])
-        for i in frees:
-            slots[i] = None
-        send(tensors)
-
-    return step
-
-
-def _recv(ins: Instruction, rank: int, group: Group) -> StepFn:
-    post, fetch = group.receiver(ins.peer, rank, ins.specs)
-    if fetch is not None:
-        return lambda r: None  # the WAIT instruction requests the message
-    key = (ins.peer, ins.number)
-
-    def step(r: Registers) -> None:
-        r.receives[key] = post()
-
-    return step
-
-
-def _wait(ins: Instruction, rank: int, group: Group) -> StepFn:
-    journal, writes = group.journal, ins.writes
-    what = f"{ins.action}'s message" if ins.action is not None else "gradients"
-    note = f"waiting for {what} from rank {ins.peer}"
-
-    post, fetch = group.receiver(ins.peer, rank, ins.specs)
-    if fetch is None:
-        key = (ins.peer, ins.number)
-
-        def step(r: Registers) -> tuple[Work, tuple[int, ...]]:
-            journal(rank, note)
-            return r.receives.pop(key), writes
-
-        return step
-    slot = writes[0] if writes else -1
-
-    def take(r: Registers) -> tuple[Work, tuple[int, ...]] | None:
-        tensor = fetch()
-        if tensor is None:
-            journal(rank, note)
-            return post(), writes
-        r.slots[slot] = tensor
-        return None
-
-    return take
-
-
-def _settle(settle: Callable[[int, int], object], peer: int, count: int, r: Registers) -> None:
-    settle(peer, count)
-
-
-def _add(ins: Instruction, wide: torch.dtype | None) -> StepFn:
-    pairs = tuple(zip(ins.writes, ins.reads, ins.how, strict=True))
-    frees = ins.frees
-    into = tuple(slot for slot, _, how in pairs if how == "add")
-    values = tuple(value for _, value, how in pairs if how == "add")
-    first = tuple((slot, value, how) for slot, value, how in pairs if how != "add")
-
-    def step(r: Registers) -> None:
-        slots = r.slots
-        for slot, value, how in first:
-            tensor = slots[value]
-            slots[slot] = tensor if how == "take" else _copy(tensor, wide)
-        if into:
-            torch._foreach_add_([slots[i] for i in into], [slots[i] for i in values])  # pyright: ignore[reportPrivateImportUsage]
-        for i in frees:
-            slots[i] = None
-
-    return step
-
-
-def _each(ins: Instruction, rank: int, group: Group) -> StepFn:
-    reads, frees, action, journal = ins.reads, ins.frees, ins.action, group.journal
-    assert action is not None
-    mb, note = action.microbatch, f"each= after {action}"
-
-    def step(r: Registers) -> None:
-        tensors = [r.slots[i] for i in reads]
-        for i in frees:
-            r.slots[i] = None
-        journal(rank, note)
-        assert r.each is not None
-        r.each(mb, tensors)
-
-    return step
-
-
-def _send_loss(r: Registers) -> None:
-    assert r.send_loss is not None
-    r.loss = r.send_loss()
-
-
-def _copy(tensor: torch.Tensor, wide: torch.dtype | None) -> torch.Tensor:
-    return tensor.to(sum_dtype(tensor.dtype, wide), copy=True, memory_format=torch.contiguous_format)
-
-
-def _zero(ins: Instruction, device: torch.device) -> StepFn:
-    (slot,), (spec,) = ins.writes, ins.specs
-
-    def step(r: Registers) -> None:
-        r.slots[slot] = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
-
-    return step
-
-
-def _sum(ins: Instruction) -> StepFn:
-    reads, (write,), frees = ins.reads, ins.writes, ins.frees
-
-    def step(r: Registers) -> None:
-        slots = r.slots
-        total = slots[reads[0]].clone()
-        for i in reads[1:]:
-            total.add_(slots[i])
-        for i in frees:
-            slots[i] = None
-        slots[write] = total
-
-    return step
 
 
 def _explain(error: Exception, ins: Instruction, rank: int) -> ActionError:

@@ -31,7 +31,8 @@ from . import interfaces
 from .config import Config, tied_leaves
 from .debugging import check
 from .handshake import together
-from .loop import Executable, Options, bind
+from .loop import Executable, bind
+from .steps import Options
 
 _NOTHING = tree.flatten(None)[1]
 

@@ -194,8 +194,9 @@ def endpoints_carry_a_plan(group: Group, rank: int) -> Steps:
         if 0 <= before < group.size:
             for number, specs in enumerate(forms):
                 receiver = group.receiver(before, rank, specs)
-                tensor = receiver.fetch() if receiver.fetch is not None else None
-                received = (tensor,) if tensor is not None else (yield receiver.post())
+                received = receiver.fetch() if receiver.fetch is not None else None
+                if received is None:
+                    received = yield receiver.post()
                 _all_equal(received, message(before, number), f"message {number} of rank {before}")
             _all_equal((yield group.recv(single, before, rank)), message(before, 0), "the message of send")
         if 0 <= after < group.size:

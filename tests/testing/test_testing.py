@@ -64,7 +64,7 @@ def test_the_suite_detects_a_broken_group(monkeypatch: pytest.MonkeyPatch, broke
     if broken == "swapped":
 
         def swap(self, tensors, src, dst, specs=None):
-            number = self._channel(src, dst).sent
+            number = len(self._channel(src, dst).sent)
             return send(self, tuple(t + number % 2 for t in tensors) if dst != src else tensors, src, dst)
 
         monkeypatch.setattr(LocalGroup, "send", swap)

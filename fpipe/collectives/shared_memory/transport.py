@@ -183,7 +183,7 @@ class SharedMemory:
         """Request the next message of a rank."""
         return self._inbox(src, kind).request(form, pieces(form.sizes))
 
-    def fetcher(self, form: WireFormat, src: int) -> Callable[[], Tensor | None]:
+    def fetcher(self, form: WireFormat, src: int) -> Callable[[], tuple[Tensor, ...] | None]:
         """For the next message if it is one contiguous tensor, arrives within the time of polling, and no earlier one
         was requested and not read; otherwise the returned function returns None."""
         if not _short(form):
@@ -191,7 +191,7 @@ class SharedMemory:
         monitor, inbox, clock, poll = self._monitor, self._inbox(src, PLANS), time.perf_counter, self.poll
         read, requested = inbox.reader.fetcher(form.specs[0], form.sizes[0]), inbox.requested
 
-        def fetch() -> Tensor | None:
+        def fetch() -> tuple[Tensor, ...] | None:
             if requested or monitor.broken is not None:
                 return None
             tensor = read()
@@ -199,10 +199,12 @@ class SharedMemory:
                 until = clock() + poll
                 while tensor is None and clock() < until:
                     tensor = read()
-            if tensor is not None:
-                inbox.number += 1
-            inbox.polled = tensor is None
-            return tensor
+            if tensor is None:
+                inbox.polled = True
+                return None
+            inbox.number += 1
+            inbox.polled = False
+            return (tensor,)
 
         return fetch
 

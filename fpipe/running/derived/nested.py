@@ -25,8 +25,8 @@ from ...tree import Tree
 from ..arguments import Call
 from ..calls import joined
 from ..config import Config, Loss, tied_leaves
-from ..loop import seed_of
 from ..microbatches import Microbatches, Parts
+from ..steps import seed_of
 from .variants import Chosen
 
 

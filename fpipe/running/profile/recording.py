@@ -23,8 +23,9 @@ from ...errors import FpipeError
 from ...plans.plan import Instruction
 from ...schedules.actions import Action, plain
 from ...tree import Spec
-from ..loop import WATCH, Executable, StepFn
+from ..loop import WATCH, Executable
 from ..registers import Registers
+from ..steps import StepFn
 
 _BESIDE = re.compile(r"with ([0-9]+)([FBIW])([0-9]+)")
 _QUESTIONS = 12
