@@ -11,7 +11,7 @@ ARGS   ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch fuzz operators golden lint format bench bench-gpu docs clean
+.PHONY: help demo test test-long test-torch fuzz operators golden lint format bench bench-gpu docs clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -41,6 +41,9 @@ demo: $(VENV)/.installed ## train a small GPT through 4 processes, and check its
 
 test: $(VENV)/.installed-dev ## the whole suite; ARGS="-k name" for a part, JOBS=1 for one process
 	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+test-long: $(VENV)/.installed-dev ## the whole suite with all cases of its tables
+	@$(BIN)/python -m pytest -n $(JOBS) --long $(ARGS)
 
 TORCH ?= 2.15.0
 OTHER := .venv-torch-$(TORCH)

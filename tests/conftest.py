@@ -36,10 +36,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no accelerator on this machine"))
 
 
-# ---- golden files ---------------------------------------------------------------------------------------------------
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the flag that rewrites golden files."""
+    """Add the flags that run all cases and rewrite golden files."""
+    parser.addoption("--long", action="store_true", help="run all cases of tables from which the suite takes a part")
     parser.addoption("--update-golden", action="store_true", help="write the current output to the golden files")
+
+
+@pytest.fixture(scope="session")
+def long(request: pytest.FixtureRequest) -> bool:
+    """Whether to run all cases of a large table."""
+    return bool(request.config.getoption("--long", default=False))
+
+
+# ---- golden files ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

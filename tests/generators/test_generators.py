@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import math
 import random
-import time
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
+from effort import lines
 from fpipe import Action, Costs, ScheduleError, make_schedule, schedule_names
 from fpipe.generators import dualpipe, zbv
 from fpipe.generators.automatic import automatic_zero_bubble
@@ -306,11 +306,11 @@ def test_dual_pipe_v_with_few_microbatches_is_as_fast_as_zbv() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_action_is_made_in_a_microsecond_or_two(name: str) -> None:
-    times = []
-    for _ in range(3):
-        start = time.process_time()
-        schedule = make_schedule(name, 32, 256)
-        times.append(time.process_time() - start)
-    actions = sum(len(action.parts) for row in schedule for action in row)
-    assert min(times) / actions < 6e-6, "three times the slowest one's figure on an idle machine"
+def test_an_action_is_made_with_a_few_lines_whatever_the_size(name: str) -> None:
+    """A microsecond or two; ``make bench`` measures it."""
+
+    def effort(ranks: int) -> float:
+        actions = sum(len(action.parts) for row in make_schedule(name, ranks, 8 * ranks) for action in row)
+        return lines(lambda: make_schedule(name, ranks, 8 * ranks)) / actions
+
+    assert effort(16) < min(40, 1.1 * effort(8))
