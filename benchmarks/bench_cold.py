@@ -37,17 +37,17 @@ def _start(name: str, ranks: int) -> dict[str, Any]:
 
     import fpipe
     from benchmarks.bench_torch import make, square, stage
-    from fpipe.programs import tracing
+    from fpipe.programs import trace_cache
 
     torch.set_num_threads(1)
     traces = [0]
-    trace = tracing._trace
+    trace = trace_cache._trace
 
     def counted(*args: Any) -> Any:
         traces[0] += 1
         return trace(*args)
 
-    tracing._trace = counted
+    trace_cache._trace = counted
     group = fpipe.local(ranks) if ranks else fpipe.init(device="cpu")
     params, x = make(STAGES, WIDTH, 1), torch.randn(MICROBATCHES, TOKENS, WIDTH)
     found: dict[str, Any] = {}

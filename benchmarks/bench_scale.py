@@ -28,7 +28,7 @@ from fpipe.plans.plan import LoweringInput, ProgramSet
 from fpipe.plans.value_graph import Interface, ValueGraph
 from fpipe.programs.losses import loss_stage
 from fpipe.programs.stage_programs import Programs
-from fpipe.programs.tracing import Signature, programs_of
+from fpipe.programs.trace_cache import Signature, programs_of
 from fpipe.schedule import Schedule
 from fpipe.stage import Stage, as_stage
 from fpipe.tree import AbstractTree

@@ -27,7 +27,7 @@ _TABLE = {
     "interop.modules": "from_module to_module",
     "plans.weaving.segments": "segment",
     "programs.stage_programs": "Programs",
-    "programs.tracing": "trace",
+    "programs.trace_cache": "trace",
     "running.debugging": "debug",
     "running.derived.forward_mode": "hvp jvp",
     "running.derived.per_example": "per_example",
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from .interop.modules import to_module as to_module
     from .plans.weaving.segments import segment as segment
     from .programs.stage_programs import Programs as Programs
-    from .programs.tracing import trace as trace
+    from .programs.trace_cache import trace as trace
     from .running.debugging import debug as debug
     from .running.derived.forward_mode import hvp as hvp
     from .running.derived.forward_mode import jvp as jvp

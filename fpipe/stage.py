@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,6 +22,8 @@ from .devices import distrusted
 from .errors import StageError
 
 Engine: TypeAlias = Literal["trace", "eager"]
+#: Which axes of inputs may have any size: those that differ (None), none, the first two, or those named.
+Dynamic: TypeAlias = bool | Sequence[int] | Mapping[str, Sequence[int]] | None
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,9 @@ class Stage:
     values: a function of the same arguments whose result has the same structure, shapes and dtypes
     (``lambda p, x: x`` for most blocks).
 
+    ``dynamic``: one trace serves all sizes of the axes that differ between calls. ``True``, axes, or axes by leaf
+    (``{"x": (0, 1), "mask": (2, 3)}``) say beforehand which ones may; ``False`` traces every size on its own.
+
     >>> Stage(lambda p, x: (x, x.sum()), aux_loss=True).aux_loss
     True
     """
@@ -53,6 +58,7 @@ class Stage:
     name: str = field(default="", kw_only=True)
     initial_state: Any = field(default=None, kw_only=True, compare=False)
     like: Callable[..., Any] | None = field(default=None, kw_only=True)
+    dynamic: Dynamic = field(default=None, kw_only=True)
 
     def __call__(self, *args: Any, **side: Any) -> Any:
         return self.fn(*args, **side)

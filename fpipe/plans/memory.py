@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import fx
-
 from ..programs.graphs import Held
+from ..programs.operations import Operation, users
 from ..programs.program import Program
 from ..programs.stage_programs import Programs
 from ..tree import Aval, Spec
@@ -182,24 +180,23 @@ def _outputs(own: Programs, program: Program) -> tuple[_Output, ...]:
 _EXCESS: WeakKeyDictionary[Program, dict[tuple[int, ...], int]] = WeakKeyDictionary()
 
 
-def _items(node: fx.Node, made: set[str]) -> tuple[list[str], int]:
+def _items(one: Operation, readers: Sequence[Operation]) -> tuple[list[str], int]:
     """The results of an operation that returns several, and the bytes of those that nothing uses."""
-    results = node.meta.get("val")
-    if not isinstance(results, (tuple, list)):
+    if not isinstance(one.value, tuple) or isinstance(one.value, Aval):
         return [], 0
-    users = [user for user in node.users if user.target is operator.getitem and user.name in made]
-    asked = {user.args[1]: user.name for user in users}
-    idle = [r for i, r in enumerate(results) if isinstance(r, torch.Tensor) and i not in asked]
-    return list(asked.values()), sum(r.untyped_storage().nbytes() for r in idle)
+    asked = {reader.args[1]: reader.name for reader in readers if reader.target is operator.getitem}
+    idle = [each for i, each in enumerate(one.value) if isinstance(each, Aval) and i not in asked]
+    return list(asked.values()), sum(each.nbytes for each in idle)
 
 
 def _excess(own: Programs, program: Program, dropped: dict[str, int]) -> int:
     """The most bytes that a program holds beyond those held before it; it may free the inputs ``dropped``, by size."""
     last: dict[str, int] = {}
     root = {name: held.root for name, held in own.memory.items()}
-    made = {n.name for n in program.nodes}
-    for index, node in enumerate(program.nodes):
-        for used in (node.name, *(u.name for u in node.all_input_nodes)):
+    made = {one.name for one in program.operations}
+    readers = users(program.operations)
+    for index, one in enumerate(program.operations):
+        for used in (one.name, *one.inputs):
             last[root.get(used, used)] = index
     kept = {root.get(name, name) for name in program.outputs}
     freed: Counter[int] = Counter()
@@ -207,16 +204,16 @@ def _excess(own: Programs, program: Program, dropped: dict[str, int]) -> int:
         size = max(nbytes for name, nbytes in dropped.items() if root.get(name, name) == base)
         freed[last.get(base, -1)] += size
     now, peak, seen = -freed[-1], 0, set()
-    for index, node in enumerate(program.nodes):
-        items, idle = _items(node, made)
-        for name in (node.name, *items):
+    for index, one in enumerate(program.operations):
+        items, idle = _items(one, readers.get(one.name, ()))
+        for name in (one.name, *items):
             held: Held | None = own.memory.get(name)
             if held is not None and held.root in made and held.root not in seen:
                 seen.add(held.root)
                 now += held.nbytes
         if idle:
             now += idle
-            freed[last[node.name]] += idle
+            freed[last[one.name]] += idle
         peak = max(peak, now)
         now -= freed[index]
         for base in [b for b in seen if last[b] == index and b not in kept]:

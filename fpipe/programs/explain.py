@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from os.path import dirname, sep
 
@@ -64,10 +64,15 @@ def explained(label: str, shapes: str) -> Iterator[None]:
 
 def where(error: BaseException) -> str:
     """The innermost line of the user's code in a traceback, for a message."""
+    return where_in(traceback.extract_tb(error.__traceback__))
+
+
+def where_in(stack: Iterable[traceback.FrameSummary]) -> str:
+    """The innermost line of the user's code in a stack, for a message."""
     # Compared by path: a directory of the user's may be called fpipe, too.
     libraries = (*torch.__path__, dirname(dirname(__file__)))
     inside = (*(path + sep for path in libraries), "<fpipe")
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(inside)]
+    frames = [f for f in stack if not f.filename.startswith(inside)]
     return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
 
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any, TypeGuard
 
 import torch
 from torch import fx
+from torch._decomp import decomposition_table
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -26,16 +29,49 @@ from torch.fx.traceback import preserve_node_meta
 
 from ..tree import AbstractTree, Aval
 from .internals import mutates, operator_of
+from .symbols import Symbols, computed, is_symbolic
 
+#: Operations whose C++ form does not take symbolic sizes although it has no other.
+_IN_PYTHON = {torch.ops.aten.constant_pad_nd.default}
 #: Errors of operations on fake tensors whose result depends on data.
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 #: The error of an operation that has no implementation for fake tensors.
 NO_FAKE = UnsupportedOperatorException
 
 
-def mode() -> FakeTensorMode:
+def mode(symbols: Symbols | None = None) -> FakeTensorMode:
     """A mode in which tensors have no data. Captured real tensors may enter it as constants."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    if symbols is None:
+        return FakeTensorMode(allow_non_fake_inputs=True)
+    return _Symbolic(allow_non_fake_inputs=True, shape_env=symbols)
+
+
+class _Symbolic(FakeTensorMode):
+    """Uses torch's Python form of operations whose C++ form takes every size for a number."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _IN_PYTHON:
+            with self:
+                return decomposition_table[func](*args, **(kwargs or {}))
+        return super().dispatch(func, types, args, kwargs)
+
+
+@contextmanager
+def entered(mode: FakeTensorMode) -> Iterator[None]:
+    """Run under a mode, with torch's Python form of products where their C++ form does not take symbolic sizes."""
+    python = isinstance(mode, _Symbolic) and _products_need_python()
+    with enable_python_dispatcher() if python else nullcontext(), mode:
+        yield
+
+
+@lru_cache(maxsize=1)
+def _products_need_python() -> bool:
+    """Whether the C++ form of a product of matrices takes sizes for numbers, as before torch 2.13."""
+    symbols = Symbols()
+    with FakeTensorMode(shape_env=symbols):
+        x, w = torch.empty(2, symbols.new(5), 3), torch.empty(3, 3, requires_grad=True)
+        torch.matmul(x, w)
+    return symbols.fixed(1) is not None
 
 
 def is_fake(value: object) -> TypeGuard[FakeTensor]:
@@ -78,4 +114,18 @@ def make_graph(fn: Callable[..., Any], flat: Sequence[torch.Tensor]) -> fx.Graph
         functional = torch.func.functionalize(again, remove="mutations")
         with torch.no_grad(), preserve_node_meta():
             graph = make_fx(functional, _allow_non_fake_inputs=True)(*(t.detach() for t in flat))
+    _inline_numbers(graph)
     return graph
+
+
+def _inline_numbers(graph: fx.GraphModule) -> None:
+    """Put symbolic numbers themselves in place of the nodes that compute them."""
+    numbers = {n: computed(n) for n in graph.graph.nodes if is_symbolic(n.meta.get("val"))}
+    if not numbers:
+        return
+    for node in graph.graph.nodes:
+        if node not in numbers:
+            inline = lambda used: numbers.get(used, used)
+            node.args, node.kwargs = fx.map_arg(node.args, inline), fx.map_arg(node.kwargs, inline)
+    for node in reversed(numbers):
+        graph.graph.erase_node(node)

@@ -17,7 +17,8 @@ from torch import fx
 from ..errors import TraceError
 from ..tree import arriving
 from .explain import write_error
-from .internals import mutates, operator_of, resolved, returns_views, storage_id, updates_statistics
+from .internals import Targeted, mutates, operator_of, resolved, returns_views, storage_id, updates_statistics
+from .symbols import known
 
 _T, _SUM, _VIEW = torch.ops.aten.t.default, torch.ops.aten.sum.dim_IntList, torch.ops.aten.view.default
 _AS_STRIDED = torch.ops.aten.as_strided.default
@@ -55,7 +56,7 @@ def shared(node: fx.Node) -> str | None:
     return _SHARED.get(node.name[0]) if node.op == "placeholder" else None
 
 
-def draws(node: fx.Node) -> bool:
+def draws(node: Targeted) -> bool:
     """Whether a node draws random numbers."""
     op = operator_of(node)
     return op is not None and torch.Tag.nondeterministic_seeded in op.tags
@@ -245,7 +246,7 @@ def _drops_axes(view: fx.Node) -> bool:
     if kept is None or dropped is None or not isinstance(axes, (list, tuple)):
         return False
     summed = {axis % kept.dim() for axis in axes if isinstance(axis, int)}
-    return bool(summed) and list(dropped.shape) == [n for axis, n in enumerate(kept.shape) if axis not in summed]
+    return bool(summed) and _same(dropped.shape, [n for axis, n in enumerate(kept.shape) if axis not in summed])
 
 
 def _apply_before_views(node: fx.Node) -> None:
@@ -257,8 +258,8 @@ def _apply_before_views(node: fx.Node) -> None:
     if value is None or not views or any(view.target is not _VIEW for view in views):
         return
     sources = [argument(view, 0) for view in views]
-    flat = _common_shape(sources, value.numel())
-    if flat is None or not value.is_contiguous() or _common_shape(views, value.numel()) != tuple(value.shape):
+    flat, shape = _common_shape(sources, value.numel()), _common_shape(views, value.numel())
+    if flat is None or shape is None or not value.is_contiguous() or not _same(shape, value.shape):
         return
     views_back = [user for user in node.users if _is_view(user, flat)]
     if not views_back and not all(elementwise(user) for view in views for user in view.users):
@@ -267,7 +268,8 @@ def _apply_before_views(node: fx.Node) -> None:
         node.replace_input_with(view, source)
     node.meta["val"] = value.view(flat)
     with node.graph.inserting_after(node):
-        viewed = node.graph.call_function(_VIEW, (node, list(value.shape)))
+        viewed = node.graph.call_function(_VIEW, (node,))
+    viewed.args = (node, list(value.shape))  # sizes may be symbols, which call_function warns of
     viewed.meta = {**node.meta, "val": value}
     node.replace_all_uses_with(viewed, delete_user_cb=lambda user: user is not viewed)
     for view in views_back:
@@ -280,16 +282,22 @@ def _apply_before_views(node: fx.Node) -> None:
 
 def _common_shape(nodes: Sequence[fx.Node], count: int) -> tuple[int, ...] | None:
     """The shape of values that are all contiguous, of one shape and of ``count`` elements."""
-    shapes = {
-        tuple(value.shape) if value is not None and value.is_contiguous() and value.numel() == count else None
-        for value in map(value_of, nodes)
-    }
-    return shapes.pop() if len(shapes) == 1 else None
+    values = [value for node in nodes if (value := value_of(node)) is not None]
+    if len(values) < len(nodes):
+        return None
+    shape = tuple(values[0].shape)
+    alike = lambda value: value.is_contiguous() and known(value.numel() == count) and _same(value.shape, shape)
+    return shape if all(map(alike, values)) else None
 
 
 def _is_view(node: fx.Node, shape: tuple[int, ...]) -> bool:
     value = value_of(node)
-    return node.target is _VIEW and value is not None and tuple(value.shape) == shape
+    return node.target is _VIEW and value is not None and _same(value.shape, shape)
+
+
+def _same(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two shapes are equal for all sizes that the trace may have."""
+    return len(one) == len(other) and all(known(a == b) for a, b in zip(one, other, strict=True))
 
 
 # ---- operations that do more than their schemas say ------------------------------------------------------------------

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch import fx
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 
@@ -21,7 +20,16 @@ _NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 _IS_WRAPPED = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def operator_of(node: fx.Node) -> Op | None:
+class Targeted(Protocol):
+    """A node of a graph, or an operation of a program."""
+
+    @property
+    def target(self) -> object:
+        """What it calls."""
+        ...
+
+
+def operator_of(node: Targeted) -> Op | None:
     """The torch operation that a node calls, if it is one."""
     return node.target if isinstance(node.target, Op) else None
 

@@ -13,6 +13,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
+from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
@@ -21,6 +22,8 @@ from torch import fx
 from ..errors import StageError
 from .graphs import draws
 from .internals import Op, direct
+from .operations import Operation, Ref, fill
+from .sizes import Numbers, Real, Size
 
 Adds: TypeAlias = Mapping[str, Sequence[str]]
 #: What the names in a source stand for. The private functions here enter what they meet.
@@ -51,8 +54,8 @@ class Program:
     ``stream``, where several segments draw, whether it continues another's random stream and whether another continues
     its own.
 
-    >>> gm = fx.symbolic_trace(lambda a, b: torch.add(a, b))
-    >>> add = Program.from_nodes("add", gm.graph.nodes, inputs=["a", "b"], outputs=["add"])
+    >>> add = Operation("total", torch.add, (Ref("a"), Ref("b")), {}, ("a", "b"))
+    >>> add = Program.of("add", [add], inputs=["a", "b"], outputs=["total"])
     >>> add([torch.ones(()), torch.ones(())])
     (tensor(2.),)
     """
@@ -63,7 +66,7 @@ class Program:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     random: bool = False
-    nodes: tuple[fx.Node, ...] = ()
+    operations: tuple[Operation, ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict)
     adds: Adds = field(default_factory=dict)
     stage: str = ""
@@ -75,39 +78,51 @@ class Program:
         return self.run(box)
 
     def __repr__(self) -> str:
-        return f"<Program {self.name}: {len(self.nodes)} operations, {len(self.inputs)} in, {len(self.outputs)} out>"
+        return (
+            f"<Program {self.name}: {len(self.operations)} operations, {len(self.inputs)} in, {len(self.outputs)} out>"
+        )
 
     @classmethod
-    def from_nodes(
-        cls, name: str, nodes: Iterable[fx.Node], inputs: Sequence[str], outputs: Sequence[str],
+    def of(
+        cls, name: str, operations: Iterable[Operation], inputs: Sequence[str], outputs: Sequence[str],
         constants: Mapping[str, Any] | None = None, adds: Adds | None = None, stage: str = "",
     ) -> Program:  # fmt: skip
-        """Write the nodes as Python, compile it once, and bind every operation to a name."""
-        body = tuple(node for node in nodes if node.op == "call_function")
+        """Write the operations as Python, compile it once, and bind every target to a name."""
+        body = tuple(operations)
         constants, adds = constants or {}, adds or {}
         code, run = _function(name, body, inputs, outputs, constants, adds)
         random = any(map(draws, body))
         return cls(name, code, run, tuple(inputs), tuple(outputs), random, body, constants, adds, stage)
 
+    def at(self, numbers: Numbers, operations: Callable[[Operation], Operation], stage: str) -> Program:
+        """The program for other sizes. It shares the code, which refers to sizes by name."""
+        assert isinstance(self.run, FunctionType)
+        given = self.run.__globals__
+        changed = {name: numbers[v.place] for name, v in given.items() if isinstance(v, (Size, Real))}
+        run = FunctionType(self.run.__code__, {**given, **changed}, self.name)
+        head = "".join(f"# {name} = {value!r}\n" for name, value in changed.items())
+        body = tuple(map(operations, self.operations)) if changed else self.operations
+        return replace(self, code=head + self.code, run=run, operations=body, stage=stage)
+
     def adding(self, adds: Adds, outputs: Sequence[str]) -> Program:
         """The program that adds values into further inputs and returns ``outputs``."""
         inputs = (*self.inputs, *(into for targets in adds.values() for into in targets))
-        if not self.nodes:  # it takes the further inputs as it is
+        if not self.operations:  # it takes the further inputs as it is
             return replace(self, inputs=inputs, outputs=tuple(outputs))
-        return Program.from_nodes(self.name, self.nodes, inputs, outputs, self.constants, adds, self.stage)
+        return Program.of(self.name, self.operations, inputs, outputs, self.constants, adds, self.stage)
 
 
 # ---- the source -----------------------------------------------------------------------------------------------------
 
 
 def _function(
-    name: str, body: Sequence[fx.Node], inputs: Sequence[str], outputs: Sequence[str], constants: Mapping[str, Any],
+    name: str, body: Sequence[Operation], inputs: Sequence[str], outputs: Sequence[str], constants: Mapping[str, Any],
     adds: Adds,
 ) -> tuple[str, Callable[[list[Any]], tuple[Any, ...]]]:  # fmt: skip
-    """The nodes as source of a function of a box, and that function. ``adds``: see ``Program``."""
+    """The operations as source of a function of a box, and that function. ``adds``: see ``Program``."""
     scope = dict(constants)
     last = dict.fromkeys(inputs, -1)
-    last |= {each.name: index for index, node in enumerate(body) for each in (node, *node.all_input_nodes)}
+    last |= {each: index for index, one in enumerate(body) for each in (one.name, *one.inputs)}
     keep = {*outputs, *constants, *(into for targets in adds.values() for into in targets)}
 
     def delete(index: int, names: Iterable[str]) -> list[str]:
@@ -118,10 +133,10 @@ def _function(
     if inputs:
         lines += [f"    {_tuple(inputs)} = box", "    box.clear()"]
     lines += delete(-1, inputs)
-    for index, node in enumerate(body):
-        lines.append(f"    {node.name} = {_call(node, scope)}")
-        lines += [f"    {into}.add_({node.name})" for into in adds.get(node.name, ())]
-        lines += delete(index, [each.name for each in (*node.all_input_nodes, node)])
+    for index, one in enumerate(body):
+        lines.append(f"    {one.name} = {_call(one, scope)}")
+        lines += [f"    {into}.add_({one.name})" for into in adds.get(one.name, ())]
+        lines += delete(index, [*one.inputs, one.name])
     lines.append(f"    return ({_tuple(outputs)})")
     code = "\n".join(lines) + "\n"
     exec(compile(code, f"<fpipe program {name}>", "exec"), scope)
@@ -132,11 +147,11 @@ def _tuple(items: Sequence[str]) -> str:
     return f"{items[0]}," if len(items) == 1 else ", ".join(items)
 
 
-def _call(node: fx.Node, scope: Scope) -> str:
-    if node.target is operator.getitem:
-        return f"{_text(node.args[0], scope)}[{_text(node.args[1], scope)}]"
-    args = [_text(a, scope) for a in node.args] + [f"{k}={_text(v, scope)}" for k, v in node.kwargs.items()]
-    return f"{_target(node.target, scope)}({', '.join(args)})"
+def _call(one: Operation, scope: Scope) -> str:
+    if one.target is operator.getitem:
+        return f"{_text(one.args[0], scope)}[{_text(one.args[1], scope)}]"
+    args = [_text(a, scope) for a in one.args] + [f"{k}={_text(v, scope)}" for k, v in one.kwargs.items()]
+    return f"{_target(one.target, scope)}({', '.join(args)})"
 
 
 def _target(target: object, scope: Scope) -> str:
@@ -152,11 +167,13 @@ def _target(target: object, scope: Scope) -> str:
 
 def _text(value: object, scope: Scope) -> str:
     """An argument as source; a value without a literal gets a name."""
-    if isinstance(value, fx.Node):
-        return value.name
+    if isinstance(value, Ref):
+        return str(value)
     if isinstance(value, (list, tuple)):
         items = [_text(item, scope) for item in value]
         return f"[{', '.join(items)}]" if isinstance(value, list) else f"({_tuple(items)})"
+    if isinstance(value, (Size, Real)):
+        return _enter(f"n{value.place}", value, scope)
     if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
         return repr(value)
     name = f"lit_{type(value).__name__}_{value}" if isinstance(value, (torch.dtype, torch.device)) else "lit"
@@ -179,13 +196,13 @@ def compiled(program: Program, backend: str) -> Program:
     if backend not in torch.compiler.list_backends(exclude_tags=()):
         known = ", ".join(torch.compiler.list_backends())
         raise StageError(f"compile={backend!r} is no compiler that torch knows; choose from {known}")
-    if not program.nodes:
+    if not program.operations:
         return program
     graph = fx.Graph()
     env = {name: graph.placeholder(name) for name in program.inputs}
     env |= {name: graph.get_attr(name) for name in program.constants}
-    for node in program.nodes:
-        env[node.name] = graph.node_copy(node, lambda used: env[used.name])
+    for one in program.operations:
+        env[one.name] = graph.call_function(one.target, fill(one.args, env), fill(one.kwargs, env))
     graph.output(tuple(env[name] for name in program.outputs))
     # Some compilers cache by code object, so every program has one of its own.
     module = fx.GraphModule(dict(program.constants), graph)

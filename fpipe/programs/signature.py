@@ -6,7 +6,7 @@ The results are known from a run on fake tensors. Nothing here knows graphs, sch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,9 +17,10 @@ import torch
 from .. import tree
 from ..errors import StageError
 from ..stage import Stage
-from ..tree import AbstractTree, Aval, Tree
+from ..tree import AbstractLeaf, AbstractTree, Aval, Tree
 from . import fake
 from .purity import pure_on_fakes
+from .symbols import Symbols
 
 _RUNS: ContextVar[str | None] = ContextVar("RUNS", default=None)
 #: What leaves of an output may be, beside tensors.
@@ -54,9 +55,19 @@ class Signature(NamedTuple):
         """The devices of the tensors."""
         return sorted({aval.device for argument in self for aval in argument.avals.values()}, key=str)
 
+    @property
+    def skeleton(self) -> tuple[Hashable, ...]:
+        """All but the sizes of input, side inputs and state."""
+        rest = ((t.spec, t.computed, t.repeats, tuple(map(_without_sizes, t.leaves))) for t in self[1:])
+        return (self.params, *rest)
+
     def __str__(self) -> str:
         """Parameters and input, for messages."""
         return "(" + "; ".join(str(argument) for argument in self[:2] if argument.leaves) + ")"
+
+
+def _without_sizes(leaf: AbstractLeaf) -> Hashable:
+    return leaf._replace(shape=(0,) * len(leaf.shape), stride=()) if isinstance(leaf, Aval) else leaf
 
 
 class Result(NamedTuple):
@@ -88,10 +99,10 @@ class Outputs:
         return names | ({"daux": self.aux} if self.aux is not None and self.aux.grad else {})
 
 
-def outputs_of(stage: Stage, signature: Signature) -> Outputs:
+def outputs_of(stage: Stage, signature: Signature, symbols: Symbols | None = None) -> Outputs:
     """The results of a stage on fake tensors: without data and without effects on any tensor."""
     for copies in (False, True):
-        with fake.mode():
+        with fake.entered(fake.mode(symbols)):
             groups = fake.inputs(signature)
             try:
                 with pure_on_fakes(stage.label):

@@ -17,10 +17,13 @@ import torch
 from .. import tree
 from ..errors import StageError
 from ..tree import Aval, Structure, Tree
+from . import sizes
 from .autocast import without_autocast
 from .graphs import Held
-from .program import Program
+from .operations import Operation
+from .program import Program, compiled
 from .signature import Outputs
+from .sizes import Numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +54,8 @@ class Programs:
     eager: bool = False
     compiled: bool = False
     label: str = ""
+    #: Of programs for other sizes than those of the trace: those of the trace, and how one of them is resized.
+    origin: tuple[Programs, Callable[[Program], Program]] | None = None
 
     @cached_property
     def dys(self) -> tuple[str | None, ...]:
@@ -61,6 +66,32 @@ class Programs:
     def daux(self) -> Aval | None:
         """The cotangent of the auxiliary scalar, if it carries a gradient."""
         return self.outputs.cotangents.get("daux")
+
+    # ---- other sizes --------------------------------------------------------------------------------------------
+    def at(self, numbers: Numbers, label: str) -> Programs:
+        """The programs of a symbolic trace for other sizes."""
+        known: dict[Operation, Operation] = {}
+
+        def operation(one: Operation) -> Operation:
+            if one not in known:
+                known[one] = one.at(numbers)
+            return known[one]
+
+        f, b, i, w = (each.at(numbers, operation, label) for each in (self.f, self.b, self.i, self.w))
+        outputs = replace(
+            self.outputs, y=sizes.at(self.outputs.y, numbers), aux=sizes.at(self.outputs.aux, numbers),
+            state=sizes.at(self.outputs.state, numbers),
+        )  # fmt: skip
+        return replace(
+            self, f=f, b=b, i=i, w=w, outputs=outputs, grad_avals=sizes.at(dict(self.grad_avals), numbers),
+            memory=sizes.at(dict(self.memory), numbers),
+            origin=(self, lambda program: program.at(numbers, operation, label)),
+        )  # fmt: skip
+
+    def compiled_by(self, backend: str) -> Programs:
+        """The same programs, compiled."""
+        f, b, i, w = (compiled(program, backend) for program in (self.f, self.b, self.i, self.w))
+        return replace(self, f=f, b=b, i=i, w=w, compiled=True, origin=None)
 
     # ---- bytes --------------------------------------------------------------------------------------------------
     def held(self, names: Sequence[str]) -> int:
@@ -84,7 +115,7 @@ class Programs:
         program = self.b if letter == "B" else self.w
         if self.compiled:
             return {}
-        computed = set(program.outputs) if self.eager else {node.name for node in program.nodes}
+        computed = set(program.outputs) if self.eager else {one.name for one in program.operations}
         return {i: name for i, name in enumerate(self.dps) if name is not None and name in computed}
 
     def adding(self, letter: str) -> Program:
@@ -100,6 +131,9 @@ class Programs:
         return self._adding("W", self.w)
 
     def _adding(self, letter: str, program: Program) -> Program:
+        if self.origin is not None:
+            traced, resized = self.origin
+            return resized(traced.adding(letter))
         adds: dict[str, list[str]] = {}
         for index, name in self.added_by(letter).items():
             adds.setdefault(name, []).append(f"g{index}")

@@ -13,14 +13,13 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import fx
-from torch.fx.node import map_arg
 
 from .. import tree
 from ..devices import drawn
 from ..errors import ActionError, FpipeError
 from ..plans.keys import Input, inputs
 from ..plans.plan import Instruction, Plan
+from ..programs.operations import Operation, fill
 from ..programs.program import Program
 from .registers import Registers
 
@@ -98,7 +97,7 @@ def _origin(
     """Why a value is wrong: the inputs of the program, or its first operation with a wrong result."""
     if given:
         return f"it was handed {', '.join(given)} that held it or an infinity already"
-    if not program.nodes:
+    if not program.operations:
         return f"in its value {name!r}"
     again = lambda box: _first_wrong(program, dict(zip(values, box, strict=True)))
     found, _ = drawn(again, list(values.values()), torch.device("cpu"), random)
@@ -107,26 +106,24 @@ def _origin(
 
 def _first_wrong(program: Program, values: Mapping[str, Any]) -> str:
     """The first operation of a program with a wrong result; empty if there is none."""
-    for index, (node, args, value) in enumerate(_values(program, values)):
+    for index, (one, args, value) in enumerate(_values(program, values)):
         items = value if isinstance(value, (tuple, list)) else (value,)
         wrong = next(filter(None, map(_wrong, items)), "")
         if wrong:
-            called = getattr(node.target, "overloadpacket", node.target)
+            called = getattr(one.target, "overloadpacket", one.target)
             what = getattr(called, "__name__", str(called))
             ranges = ", ".join(map(_range, args)) or "nothing"
-            return f"first {wrong} in {what} (operation {index + 1} of {len(program.nodes)}), given {ranges}"
+            return f"first {wrong} in {what} (operation {index + 1} of {len(program.operations)}), given {ranges}"
     return ""
 
 
-def _values(program: Program, values: Mapping[str, Any]) -> Iterator[tuple[fx.Node, list[Any], Any]]:
+def _values(program: Program, values: Mapping[str, Any]) -> Iterator[tuple[Operation, list[Any], Any]]:
     """Run a program once more, and yield each operation with its inputs and its value."""
     env = {**program.constants, **values}
     with torch.no_grad():
-        for node in program.nodes:
-            args, kwargs = map_arg((node.args, node.kwargs), lambda used: env[used.name])
-            assert callable(node.target)
-            env[node.name] = node.target(*args, **kwargs)
-            yield node, [env[used.name] for used in node.all_input_nodes], env[node.name]
+        for one in program.operations:
+            env[one.name] = one.target(*fill(one.args, env), **fill(one.kwargs, env))
+            yield one, [env[name] for name in one.inputs], env[one.name]
 
 
 def _range(value: Any) -> str:

@@ -23,7 +23,7 @@ from ..plans.sharding import Layout
 from ..plans.value_graph import Interface, ValueGraph, spec_of
 from ..programs.losses import check_scalar, loss_stage
 from ..programs.stage_programs import Programs
-from ..programs.tracing import Signature, programs_of
+from ..programs.trace_cache import Signature, programs_of
 from ..schedule import Schedule
 from ..stage import Stage
 from ..tree import AbstractTree, Aval, Spec
@@ -204,7 +204,9 @@ def _with_stage(
     x = traced.interfaces[stage - 1].y.handed_on() if stage else traced.kind[0]
     trees = [params, x, traced.kind[2][stage], request.states[stage] or AbstractTree.of(None)]
     devices = dict.fromkeys(map(config.group.device, ranks))
-    programs = {(stage, d): _programs(config, config.functions[stage], trees, d, stage, unused) for d in devices}
+    programs = {
+        (stage, d): _programs(config, request, config.functions[stage], trees, d, stage, unused) for d in devices
+    }
     paths = tuple(".".join(map(str, path)) for path in params.spec.paths())
     interface = Interface.of(programs[stage, config.group.device(ranks[0])], paths)
     return replace(traced.updated({stage: interface}), programs={**traced.programs, **programs})
@@ -255,20 +257,22 @@ def _loss_programs(config: Config, request: Request, traced: _Traced) -> Program
     stage = loss_stage(config.loss, request.has_aux)
     ranks = [r for r in request.schedule.placement.ranks_of(config.stages - 1) if r in config.group.here]
     device = config.group.device((ranks or config.group.here)[0])
-    programs = _programs(config, stage, [AbstractTree.of({}), x, sides[-1], AbstractTree.of(None)], device, None)
+    programs = _programs(
+        config, request, stage, [AbstractTree.of({}), x, sides[-1], AbstractTree.of(None)], device, None
+    )
     check_scalar(stage.label, next(iter(programs.outputs.y.tensors), None))
     return programs
 
 
 def _programs(
-    config: Config, stage: Stage, trees: Sequence[AbstractTree], device: torch.device, index: int | None,
-    unused: frozenset[int] = frozenset(),
+    config: Config, request: Request, stage: Stage, trees: Sequence[AbstractTree], device: torch.device,
+    index: int | None, unused: frozenset[int] = frozenset(),
 ) -> Programs:  # fmt: skip
     """The programs of stage ``index``, or of the loss (None), on a device."""
     group = config.group
     group.journal(group.here[0], f"{TRACING} {'the loss' if index is None else f'stage {index}'}")
     try:
-        return programs_of(stage, Signature(*(t.on(device) for t in trees)), unused)
+        return programs_of(stage, Signature(*(t.on(device) for t in trees)), unused, request)
     except StageError as error:
         raise type(error)(_located(str(error), trees[0], index)) from error.__cause__
 

@@ -13,7 +13,7 @@ import fpipe
 import huggingface_survey
 from fpipe import tree
 from fpipe.interop import huggingface
-from fpipe.programs.tracing import trace
+from fpipe.programs.trace_cache import trace
 from huggingface_decoders import ACCEPTANCE, FAMILIES, decoder, distance, tokens, unsplit
 
 ROWS, MICROBATCHES = 4, 2

@@ -165,7 +165,9 @@ def test_segments_are_the_program_in_pieces(members: Any):
     programs = fpipe.trace(moe_stage(members, draws=False), parameters(1)[0], torch.ones(4, WIDTH))
     for program in (programs.f, programs.b, programs.i, programs.w, programs.adding("B")):
         segments = segments_of(programs, program)
-        assert sorted(n.name for s in segments for n in s.program.nodes) == sorted(n.name for n in program.nodes)
+        assert sorted(n.name for s in segments for n in s.program.operations) == sorted(
+            n.name for n in program.operations
+        )
         made = set(program.inputs)
         for segment in segments:
             assert set(segment.program.inputs) <= made, f"{segment.name} reads what is not there"

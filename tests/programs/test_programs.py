@@ -19,7 +19,7 @@ from torch import Tensor
 import fpipe
 from common import Count
 from fpipe import trace
-from fpipe.programs import graphs, tracing
+from fpipe.programs import graphs, trace_cache
 from fpipe.programs.stage_programs import Programs
 
 torch.manual_seed(0)
@@ -214,7 +214,7 @@ LAYER = {"w": torch.randn(3, 3), "b": torch.randn(3)}
 
 
 def operations(program: Any) -> list[str]:
-    return [getattr(node.target, "_opname", str(node.target)) for node in program.program.nodes]
+    return [getattr(node.target, "_opname", str(node.target)) for node in program.program.operations]
 
 
 def test_i_does_only_what_the_input_gradient_needs():
@@ -570,8 +570,8 @@ def test_numbers_are_part_of_the_signature():
 
 
 def test_a_number_that_never_stays_is_told_and_its_traces_do_not_pile_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tracing, "ALIKE", 3)
-    monkeypatch.setattr(tracing, "KEPT", 4)
+    monkeypatch.setattr(trace_cache, "ALIKE", 3)
+    monkeypatch.setattr(trace_cache, "KEPT", 4)
     fn = lambda p, x, *, heat: x @ p * heat
     made = [trace(fn, EYE, X, heat=heat) for heat in (1.0, 0.9)]
     with pytest.warns(UserWarning, match=r"3 times.*side inputs.*last 1.0, 0.9, 0.8.*as a tensor"):
@@ -582,7 +582,7 @@ def test_a_number_that_never_stays_is_told_and_its_traces_do_not_pile_up(monkeyp
 
 
 def test_many_shapes_are_no_reason_to_speak_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tracing, "ALIKE", 3)
+    monkeypatch.setattr(trace_cache, "ALIKE", 3)
     fn = lambda p, x, *, layer: x @ p * layer
     for rows in (1, 2, 3, 4, 5):
         trace(fn, EYE, X[:1].expand(rows, 3).contiguous(), layer=1)
@@ -611,14 +611,14 @@ def test_functions_without_weak_references_are_forgotten(monkeypatch: pytest.Mon
         def __call__(self, p: Tensor, x: Tensor) -> Tensor:
             return x @ p * self.scale
 
-    monkeypatch.setattr(tracing, "FUNCTIONS", 3)
-    monkeypatch.setattr(tracing, "_STRONG", {})
+    monkeypatch.setattr(trace_cache, "FUNCTIONS", 3)
+    monkeypatch.setattr(trace_cache, "_STRONG", {})
     layers = [Layer(float(n)) for n in range(5)]
     first = trace(layers[0], EYE, X)
     for layer in layers[1:4]:
         trace(layer, EYE, X)
         assert trace(layers[0], EYE, X) is first, "it is in use"
-    assert list(tracing._STRONG) == [layers[2], layers[3], layers[0]]
+    assert list(trace_cache._STRONG) == [layers[2], layers[3], layers[0]]
 
 
 def test_a_loss_and_its_batch_do_not_stay_alive():

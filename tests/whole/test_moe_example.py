@@ -32,10 +32,10 @@ def test_the_example_learns_alike_however_its_actions_overlap(moe: ModuleType, s
 def test_choices_of_the_router_are_saved_and_experts_computed_again(moe: ModuleType):
     params = moe.parameters(3, 0, 1)[1]
     programs = fpipe.trace(moe.block(None, 1), params, torch.randn(2, 12, moe.WIDTH))
-    forward = {n.name: str(n.target) for n in programs.f.nodes}
-    backward = [str(n.target) for n in programs.b.nodes]
+    forward = {n.name: str(n.target) for n in programs.f.operations}
+    backward = [str(n.target) for n in programs.b.operations]
     assert any("topk" in target for target in forward.values())
     assert not any("topk" in target or "one_hot" in target for target in backward), "chosen twice"
     assert any("bmm" in target for target in backward)
-    again = [n for n in programs.b.nodes if n.name in forward]
+    again = [n for n in programs.b.operations if n.name in forward]
     assert any("gelu" in str(n.target) for n in again), "the experts are saved, not computed again"

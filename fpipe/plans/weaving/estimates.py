@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
-from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from ...tree import is_tensor, leaves
+from ...programs.operations import Operation, Value, fill, tensors
+from ...tree import Aval
 
 
 @dataclass(frozen=True)
@@ -72,16 +73,16 @@ class Collective:
         return latency + int(self.nbytes / speed)
 
 
-def started(node: fx.Node) -> Collective | None:
-    """The collective that a node starts, if it is a functional collective."""
-    if _namespace(node) != "_c10d_functional" or _name(node) == "wait_tensor":
+def started(one: Operation) -> Collective | None:
+    """The collective that an operation starts, if it is a functional collective."""
+    if _namespace(one) != "_c10d_functional" or _name(one) == "wait_tensor":
         return None
-    tensors = _tensors(node.meta.get("val"))
-    nbytes = max(sum(map(_bytes, tensors)), _bytes_read(node))
-    members = next((a for a in reversed(node.args) if isinstance(a, str) or hasattr(a, "group_name")), "?")
+    results = list(tensors(one.value))
+    nbytes = max(sum(map(_bytes, results)), _bytes_read(one))
+    members = next((a for a in reversed(one.args) if isinstance(a, str) or hasattr(a, "group_name")), "?")
     members = str(getattr(members, "group_name", members))
-    signature = ", ".join(f"{str(t.dtype).removeprefix('torch.')}[{t.dim()} axes]" for t in tensors)
-    return Collective(node.name, _name(node), members, signature, nbytes, _device(tensors))
+    signature = ", ".join(f"{str(t.dtype).removeprefix('torch.')}[{len(t.shape)} axes]" for t in results)
+    return Collective(one.name, _name(one), members, signature, nbytes, _device(results))
 
 
 def pace(device: str) -> float:
@@ -101,55 +102,56 @@ def pace(device: str) -> float:
     return best * 1e9 / (2 * side**3 / _rates(device).flops)
 
 
-def waited(node: fx.Node) -> bool:
-    """Whether a node waits for a collective."""
-    return _namespace(node) == "_c10d_functional" and _name(node) == "wait_tensor"
+def waited(one: Operation) -> bool:
+    """Whether an operation waits for a collective."""
+    return _namespace(one) == "_c10d_functional" and _name(one) == "wait_tensor"
 
 
-def nanoseconds(node: fx.Node) -> int:
+def nanoseconds(one: Operation) -> int:
     """How long an operation keeps its device busy; to start a collective takes no time here."""
-    if _name(node) in _FREE or _namespace(node) == "_c10d_functional":
+    if _name(one) in _FREE or _namespace(one) == "_c10d_functional":
         return 0
-    tensors = _tensors(node.meta.get("val"))
-    rates = _rates(_device(tensors))
-    moved = sum(map(_bytes, tensors)) + _bytes_read(node)
-    return rates.launch + int(max(_flops(node, tensors) / rates.flops, moved / rates.memory))
+    results = list(tensors(one.value))
+    rates = _rates(_device(results))
+    moved = sum(map(_bytes, results)) + _bytes_read(one)
+    return rates.launch + int(max(_flops(one, results) / rates.flops, moved / rates.memory))
 
 
-def _flops(node: fx.Node, tensors: list[torch.Tensor]) -> int:
-    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+def _flops(one: Operation, results: list[Aval]) -> int:
+    count = flop_registry.get(getattr(one.target, "overloadpacket", None))
     if count is None:
-        return sum(t.numel() for t in tensors)
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: used.meta.get("val"))
+        return sum(prod(each.shape) for each in results)
+    shapes = dict(zip(one.inputs, map(_shapes, one.reads), strict=True))
     try:
-        return int(count(*args, **kwargs, out_val=node.meta.get("val")))
+        return int(count(*fill(one.args, shapes), **fill(one.kwargs, shapes), out_val=_shapes(one.value)))
     except Exception:  # a formula that does not take these arguments: the size of the result is a fair guess
-        return 2 * max(tensors[0].numel(), 1) if tensors else 2
+        return 2 * max(prod(results[0].shape), 1) if results else 2
 
 
-def _name(node: fx.Node) -> str:
+def _shapes(value: Value) -> Any:
+    """The shapes of what an operation computes, for formulas that take tensors or shapes."""
+    return value.shape if isinstance(value, Aval) else tuple(map(_shapes, value)) if value else None
+
+
+def _name(one: Operation) -> str:
     """The bare name of an operation, without name space and overload."""
-    return str(getattr(node.target, "__name__", node.target)).partition(".")[0]
+    return str(getattr(one.target, "__name__", one.target)).partition(".")[0]
 
 
-def _namespace(node: fx.Node) -> str:
-    return getattr(node.target, "namespace", "")
+def _namespace(one: Operation) -> str:
+    return getattr(one.target, "namespace", "")
 
 
-def _tensors(value: object) -> list[torch.Tensor]:
-    return list(filter(is_tensor, leaves(value)))
+def _bytes(aval: Aval) -> int:
+    return prod(aval.shape) * aval.dtype.itemsize
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.dtype.itemsize
+def _bytes_read(one: Operation) -> int:
+    return sum(_bytes(each) for value in one.reads for each in tensors(value))
 
 
-def _bytes_read(node: fx.Node) -> int:
-    return sum(_bytes(t) for used in node.all_input_nodes for t in _tensors(used.meta.get("val")))
-
-
-def _device(tensors: list[torch.Tensor]) -> str:
-    return tensors[0].device.type if tensors else "cpu"
+def _device(results: list[Aval]) -> str:
+    return results[0].device.type if results else "cpu"
 
 
 def _rates(device: str) -> Rates:

@@ -9,17 +9,16 @@ nothing waits for ("loose"). All segments of a stage share its value names. Know
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from torch import fx
-
-from ...programs.graphs import annotation, draws
-from ...programs.marks import MARK, marked
+from ...programs.graphs import draws
+from ...programs.marks import marked
+from ...programs.operations import Operation, Ref, users
 from ...programs.program import Program
 from ...programs.stage_programs import Programs
 from .estimates import Collective, nanoseconds, started, waited
@@ -88,33 +87,33 @@ def segments_of(programs: Programs, program: Program, coarse: bool = False) -> t
 
 def whole(program: Program) -> Segment:
     """A program as one segment."""
-    return Segment(program.label or program.name, program, False, (), (), sum(map(nanoseconds, program.nodes)))
+    return Segment(program.label or program.name, program, False, (), (), sum(map(nanoseconds, program.operations)))
 
 
 def collectives_of(program: Program) -> tuple[Collective, ...]:
     """The collectives that a program, or a segment of one, starts, in order; numbered as in the whole program."""
     if program not in _COLLECTIVES:
-        collectives = enumerate(c for c in map(started, program.nodes) if c is not None)
+        collectives = enumerate(c for c in map(started, program.operations) if c is not None)
         _COLLECTIVES[program] = tuple(replace(c, number=program.numbers.get(c.value, k)) for k, c in collectives)
     return _COLLECTIVES[program]
 
 
 def collective(program: Program) -> bool:
     """Whether a program, or a segment of one, starts a collective or waits for one."""
-    return bool(collectives_of(program)) or any(map(waited, program.nodes))
+    return bool(collectives_of(program)) or any(map(waited, program.operations))
 
 
 def microseconds(program: Program) -> float:
     """How long a program is expected to take, each of its collectives waited for at once."""
-    return (sum(map(nanoseconds, program.nodes)) + sum(c.nanoseconds for c in collectives_of(program))) / 1e3
+    return (sum(map(nanoseconds, program.operations)) + sum(c.nanoseconds for c in collectives_of(program))) / 1e3
 
 
 def _cut(programs: Programs, program: Program, coarse: bool) -> Iterator[Segment]:
-    if not program.nodes or programs.compiled or programs.eager or (coarse and program.name == "F"):
+    if not program.operations or programs.compiled or programs.eager or (coarse and program.name == "F"):
         yield whole(program)
         return
     keys, order = _keys(programs, program), _order(program)
-    nodes = sorted(program.nodes, key=lambda node: (keys[node], order[node]))
+    nodes = sorted(program.operations, key=lambda node: (keys[node], order[node]))
     if coarse:
         pieces = [list(run) for _, run in groupby(nodes, lambda node: keys[node].loose)]
     else:
@@ -123,93 +122,96 @@ def _cut(programs: Programs, program: Program, coarse: bool) -> Iterator[Segment
     yield from _programs(program, pieces, keys)
 
 
-def _order(program: Program) -> dict[fx.Node, float]:
+def _order(program: Program) -> dict[Operation, float]:
     """The program's order, except that waits and views come just before the first use of their result."""
-    order = {node: float(index) for index, node in enumerate(program.nodes)}
-    step = 1.0 / (1 + len(order))
-    for node in reversed(program.nodes):
+    order = {node: float(index) for index, node in enumerate(program.operations)}
+    step, readers = 1.0 / (1 + len(order)), users(program.operations)
+    for node in reversed(program.operations):
         if waited(node) or _view(node):
-            order[node] = min((order[u] for u in node.users if u in order), default=float(len(order))) - step
+            order[node] = min((order[u] for u in readers.get(node.name, ())), default=float(len(order))) - step
     return order
 
 
 # ---- which node goes where ------------------------------------------------------------------------------------------
-def _keys(programs: Programs, program: Program) -> dict[fx.Node, _Key]:
-    inside = set(program.nodes)
-    main = _main(programs, program, inside)
-    phases: dict[fx.Node, int] = {}
-    for node in program.nodes:
-        before = [phases[u] for u in node.all_input_nodes if u in inside]
-        phases[node] = max(before, default=0) + (waited(node) and bool(before))
-    leads, last = _leads(program, inside, phases), len(program.nodes)
-    keys: dict[fx.Node, _Key] = {}
-    for node in program.nodes:
-        source = node.args[0] if _item(node) else None
-        if isinstance(source, fx.Node) and source in keys:  # an item is in the segment of its tuple
-            keys[node] = keys[source]
-        else:
-            keys[node] = _Key(node not in main, phases[node], leads.get(node, last))
-    for node in reversed(program.nodes):  # a view is in the segment that first uses it
-        users = [keys[user] for user in node.users if user in inside]
-        if users and _view(node):
-            keys[node] = min(users)
-    return keys
+def _keys(programs: Programs, program: Program) -> dict[Operation, _Key]:
+    uses = _Uses.of(program)
+    main = _main(programs, program, uses)
+    phases: dict[str, int] = {}
+    for one in program.operations:
+        before = [phases[name] for name in one.inputs if name in phases]
+        phases[one.name] = max(before, default=0) + (waited(one) and bool(before))
+    leads, last = _leads(program, uses, phases), len(program.operations)
+    keys: dict[str, _Key] = {}
+    for one in program.operations:
+        source = one.inputs[0] if _item(one) else ""  # an item is in the segment of its tuple
+        keys[one.name] = keys.get(source) or _Key(one not in main, phases[one.name], leads.get(one, last))
+    for one in reversed(program.operations):  # a view is in the segment that first uses it
+        readers = [keys[reader.name] for reader in uses.readers.get(one.name, ())]
+        if readers and _view(one):
+            keys[one.name] = min(readers)
+    return {one: keys[one.name] for one in program.operations}
 
 
-def _main(programs: Programs, program: Program, inside: set[fx.Node]) -> set[fx.Node]:
+class _Uses(NamedTuple):
+    """The operations of a program by the value they compute, and those that read each value."""
+
+    computed: dict[str, Operation]
+    readers: dict[str, list[Operation]]
+
+    @classmethod
+    def of(cls, program: Program) -> _Uses:
+        return cls({one.name: one for one in program.operations}, users(program.operations))
+
+    def ancestors(self, ends: Iterable[Operation], inside: Callable[[Operation], bool]) -> set[Operation]:
+        """The operations inside that some depend on, with the items of their tuples."""
+        seen: set[Operation] = set()
+        stack = list(ends)
+        while stack:
+            one = stack.pop()
+            if one not in seen and inside(one):
+                seen.add(one)
+                stack += [self.computed[name] for name in one.inputs if name in self.computed]
+                stack += filter(_item, self.readers.get(one.name, ()))
+        return seen
+
+
+def _main(programs: Programs, program: Program, uses: _Uses) -> set[Operation]:
     """The ancestors of outputs, input gradients and collectives: what others wait for."""
     wanted = {*programs.ys, *programs.dxs, programs.aux, *programs.new_state} - {None}
     if program.name == "W":
         wanted = set()
-    return _ancestors([n for n in program.nodes if n.name in wanted or started(n)], inside)
+    return uses.ancestors([one for one in program.operations if one.name in wanted or started(one)], lambda one: True)
 
 
-def _ancestors(ends: Sequence[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
-    seen: set[fx.Node] = set()
-    stack = list(ends)
-    while stack:
-        node = stack.pop()
-        if node not in seen and node in inside:
-            seen.add(node)
-            stack += node.all_input_nodes
-            stack += [user for user in node.users if _item(user)]
-    return seen
-
-
-def _leads(program: Program, inside: set[fx.Node], phases: dict[fx.Node, int]) -> dict[fx.Node, int]:
-    """Node -> the first collective of its phase that depends on it, by the order of the program."""
-    leads: dict[fx.Node, int] = {}
-    for number, node in enumerate(n for n in program.nodes if started(n)):
-        for before in _ancestors([node], {n for n in inside if phases[n] == phases[node]}):
+def _leads(program: Program, uses: _Uses, phases: Mapping[str, int]) -> dict[Operation, int]:
+    """Operation -> the first collective of its phase that depends on it, by the order of the program."""
+    leads: dict[Operation, int] = {}
+    for number, one in enumerate(filter(started, program.operations)):
+        for before in uses.ancestors([one], lambda other, phase=phases[one.name]: phases[other.name] == phase):
             leads.setdefault(before, number)
     return leads
 
 
-def _view(node: fx.Node) -> bool:
-    return not (nanoseconds(node) or started(node) or waited(node) or _item(node))
+def _view(one: Operation) -> bool:
+    return not (nanoseconds(one) or started(one) or waited(one) or _item(one))
 
 
-def _item(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], fx.Node)
+def _item(one: Operation) -> bool:
+    return getattr(one.target, "__name__", "") == "getitem" and isinstance(one.args[0], Ref)
 
 
 # ---- pieces ---------------------------------------------------------------------------------------------------------
-def _mark(node: fx.Node) -> str | None:
-    mark = annotation(node, MARK)
-    return mark if isinstance(mark, str) else None
-
-
-def _works(node: fx.Node) -> bool:
+def _works(node: Operation) -> bool:
     """Whether a node takes time or starts a collective."""
     return bool(nanoseconds(node) or started(node))
 
 
-def _split(run: Iterable[fx.Node], grain: int) -> Iterator[list[fx.Node]]:
+def _split(run: Iterable[Operation], grain: int) -> Iterator[list[Operation]]:
     """A run of nodes of one key, cut where the mark changes and where it gets long; items stay with their tuple."""
-    piece: list[fx.Node] = []
+    piece: list[Operation] = []
     length, mark = 0, None
     for node in run:
-        new = _mark(node) if _works(node) else None  # a wait goes with what uses its value
+        new = node.mark if _works(node) else None  # a wait goes with what uses its value
         turn = (mark and new and new != mark) or (waited(node) and length > 0)
         if piece and not _item(node) and (turn or (length >= grain and not started(node))):
             yield piece
@@ -221,11 +223,11 @@ def _split(run: Iterable[fx.Node], grain: int) -> Iterator[list[fx.Node]]:
         yield piece
 
 
-def _merged(pieces: list[list[fx.Node]], keys: dict[fx.Node, _Key]) -> list[list[fx.Node]]:
+def _merged(pieces: list[list[Operation]], keys: dict[Operation, _Key]) -> list[list[Operation]]:
     """Pieces that cost nothing join the next one of their kind, or, if they wait for nothing, the one before."""
-    out: list[list[fx.Node]] = []
+    out: list[list[Operation]] = []
     for _, run in groupby(pieces, lambda piece: keys[piece[0]].loose):
-        alike: list[list[fx.Node]] = []
+        alike: list[list[Operation]] = []
         for piece in run:
             if alike and not any(map(_works, alike[-1])):
                 alike[-1] = alike[-1] + piece
@@ -237,7 +239,7 @@ def _merged(pieces: list[list[fx.Node]], keys: dict[fx.Node, _Key]) -> list[list
     return out
 
 
-def _programs(program: Program, pieces: list[list[fx.Node]], keys: dict[fx.Node, _Key]) -> Iterator[Segment]:
+def _programs(program: Program, pieces: list[list[Operation]], keys: dict[Operation, _Key]) -> Iterator[Segment]:
     names = list(_names(program.name, pieces, keys))
     later: list[set[str]] = [set(program.outputs)]  # what is read after each piece, from the last on
     for piece in reversed(pieces[1:]):
@@ -251,30 +253,30 @@ def _programs(program: Program, pieces: list[list[fx.Node]], keys: dict[fx.Node,
         inputs = [n for n in used if n not in computed and n not in constants]
         inputs += [into for many in adds.values() for into in many]
         outputs = [n.name for n in piece if n.name in wanted]
-        part = Program.from_nodes(program.name, piece, inputs, outputs, constants, adds)
+        part = Program.of(program.name, piece, inputs, outputs, constants, adds)
         several = index in drawing and len(drawing) > 1
         stream = (index != drawing[0], index != drawing[-1]) if several else None
         part = replace(part, label=names[index], numbers=numbers, stream=stream)
-        waits = (n.all_input_nodes[0].name for n in piece if waited(n))
+        waits = (n.inputs[0] for n in piece if waited(n))
         yield Segment(
             names[index], part, keys[piece[0]].loose, collectives_of(part),
             tuple(name for name in waits if name not in computed), sum(map(nanoseconds, piece)),
         )  # fmt: skip
 
 
-def _reads(program: Program, piece: list[fx.Node]) -> dict[str, None]:
+def _reads(program: Program, piece: list[Operation]) -> dict[str, None]:
     """The values that a piece needs, by name. What a collective sends must exist until it is waited for."""
-    used = [u for n in piece for u in n.all_input_nodes]
-    used += [u for n in piece if waited(n) for source in n.all_input_nodes[:1]
-             if source in program.nodes and started(source) for u in source.all_input_nodes]  # fmt: skip
-    return dict.fromkeys(u.name for u in used)
+    sent = {one.name: one.inputs for one in program.operations if started(one)}
+    used = [name for one in piece for name in one.inputs]
+    used += [name for one in piece if waited(one) for name in sent.get(one.inputs[0], ())]
+    return dict.fromkeys(used)
 
 
-def _names(letter: str, pieces: list[list[fx.Node]], keys: dict[fx.Node, _Key]) -> Iterator[str]:
+def _names(letter: str, pieces: list[list[Operation]], keys: dict[Operation, _Key]) -> Iterator[str]:
     """The user's marks; a piece without one is called by its program and number. A repeated name gets a number."""
     seen: Counter[str] = Counter()
     for index, piece in enumerate(pieces):
-        marks = map(_mark, [n for n in piece if _works(n)] or piece)
+        marks = (n.mark for n in [n for n in piece if _works(n)] or piece)
         name = next(filter(None, marks), None)
         if name is None:
             name = f"{letter}{index}"

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Symbolic sizes of fake tensors: everything that fpipe uses of torch's symbolic shapes.
+
+Works on torch 2.11 to 2.15 (``tests/programs/test_symbols.py``). Knows numbers and expressions, no tensors or stages.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from traceback import FrameSummary, extract_stack
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._guards import Source
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
+from torch.utils._sympy.printers import PythonPrinter
+
+#: How operations on numbers are written.
+_PATTERNS: dict[object, str] = {
+    operator.add: "({} + {})", operator.sub: "({} - {})", operator.mul: "({} * {})", operator.truediv: "({} / {})",
+    operator.neg: "(-{})", operator.pow: "({} ** {})", torch.sym_float: "float({})",
+    getattr(torch, "_sym_sqrt", None): "math.sqrt({})",
+}  # fmt: skip
+#: What the texts of expressions refer to.
+NAMES: Mapping[str, Any] = {"math": __import__("math"), "torch": torch}
+
+
+@dataclass(frozen=True)
+class _Input(Source):
+    """Where a symbol comes from; torch asks for its name alone."""
+
+    place: int
+
+    @property
+    def _name_template(self) -> str:
+        return f"n{self.place}"
+
+
+class Symbols(ShapeEnv):
+    """The symbols of one trace, what was assumed of them, and where a symbol was first taken for something else."""
+
+    def __init__(self) -> None:
+        super().__init__(duck_shape=False)
+        self.symbols: list[sympy.Symbol] = []
+        self.hints: list[int] = []
+        self.places: dict[sympy.Symbol, list[FrameSummary]] = {}
+
+    def new(self, hint: int) -> int:
+        """A number that stands for any size of 2 or more; ``hint`` decides where a condition needs a value."""
+        source = _Input(len(self.symbols))
+        symbol = self.create_symbol(hint, source, DimDynamic.DYNAMIC)
+        assert isinstance(symbol, sympy.Symbol)
+        self.symbols.append(symbol)
+        self.hints.append(hint)
+        number: Any = self.create_symintnode(symbol, hint=hint, source=source)
+        return number
+
+    def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+        """Torch's, which decides a condition; remembers the stack where that fixes a symbol."""
+        before = set(self.replacements)
+        value = super().evaluate_expr(*args, **kwargs)
+        for symbol in self.replacements.keys() - before:
+            self.places[symbol] = list(extract_stack())
+        return value
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the symbols in texts."""
+        return tuple(map(str, self.symbols))
+
+    def conditions(self) -> tuple[str, ...]:
+        """The conditions under which the trace holds, as Python."""
+        return tuple(dict.fromkeys(self._conditions()))
+
+    def _conditions(self) -> Iterator[str]:
+        for symbol in self.symbols:
+            known = self.replacements.get(symbol)
+            if known is not None:
+                yield f"{symbol} == {_text(known)}"
+            bounds = self.bound_sympy(symbol)
+            for limit, relation in ((bounds.lower, ">="), (bounds.upper, "<=")):
+                if isinstance(limit, sympy.Integer):
+                    yield f"{symbol} {relation} {limit}"
+        for guard in self.guards:
+            yield _text(guard.expr)
+
+    def fixed(self, count: int) -> list[FrameSummary] | None:
+        """The stack where the trace took one of the first symbols for one number; ``None`` if it took none."""
+        for symbol in self.symbols[:count]:
+            if isinstance(self.replacements.get(symbol), sympy.Integer):
+                return self.places.get(symbol, [])
+        return None
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A symbolic float as the Python that computes it: another order of operations may round differently."""
+
+    text: str
+    hint: float
+
+
+def is_symbolic(value: object) -> bool:
+    """Whether a value is a symbolic number."""
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def text_of(value: Any) -> tuple[str, Any]:
+    """A symbolic number as Python, and its value at the hints."""
+    if isinstance(value, Computed):
+        return value.text, value.hint
+    if isinstance(value, torch.SymFloat):
+        raise ValueError(f"a Python float is computed from sizes in a way that is not known ({value.node.expr})")
+    return _text(value.node.expr), value.node.hint
+
+
+def computed(node: fx.Node) -> Any:
+    """The symbolic number that a node computes."""
+    value = node.meta["val"]
+    pattern = _PATTERNS.get(node.target)
+    if not isinstance(value, torch.SymFloat) or pattern is None or node.kwargs:
+        return value
+    parts = [_part(argument) for argument in node.args]
+    return value if None in parts else Computed(pattern.format(*parts), value.node.hint)
+
+
+def _part(argument: Any) -> str | None:
+    if isinstance(argument, fx.Node):
+        argument = computed(argument)
+    if isinstance(argument, (int, float)):
+        return repr(argument)
+    return None if isinstance(argument, torch.SymFloat) else f"({text_of(argument)[0]})"
+
+
+def known(condition: Any) -> bool:
+    """Whether a condition holds for all sizes; of numbers that are not symbolic, whether it holds."""
+    return statically_known_true(condition)
+
+
+def _text(expression: Any) -> str:
+    return PythonPrinter().doprint(expression)
