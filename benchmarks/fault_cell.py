@@ -198,6 +198,7 @@ def shorten(group: Any, timeout: float) -> None:
     for each in (group, group.dp, group.tp):
         each.timeout = each._monitor.timeout = each._rendezvous._store.seconds = timeout
         set_timeout(each.pg, timeout)
+    group.barrier()  # a rank may still wait in the first one, for as long as it takes to start
 
 
 def rank_main(folder: str, cell: Cell, rank: int, env: dict[str, str], timeout: float, namespace: str) -> None:

@@ -39,10 +39,8 @@ WHEN = (
 )  # fmt: skip
 HOW, OVER = ("env", "torchrun", "launch"), ("memory", "sockets")
 LATE = 5.0  #: seconds after the time-out within which a survivor must end
-_START, _PATIENCE = (
-    60.0,
-    12.0,
-)  #: seconds for the fault to happen, and after the time-out until a rank counts as hanging
+_START = 60.0  #: seconds for the fault to happen
+_PATIENCE = 12.0  #: seconds after the time-out until a rank counts as hanging
 _MOST = 4
 _DONE = "none: no error"
 
@@ -251,11 +249,14 @@ class Job:
         return self._place(rank) == self._place(self.cell.victims[0])
 
     def _dump(self, rank: int) -> str:
-        """Where a rank hangs."""
+        """Where the threads of a rank are, the newest first."""
         os.kill(self.ranks[rank].pid, signal.SIGUSR1)
         time.sleep(0.3)
-        lines = (self.folder / f"log{rank}").read_text(errors="replace").splitlines()
-        return " < ".join(line.strip().removeprefix("File ") for line in lines if "File" in line)[:2000]
+        dump = (self.folder / f"log{rank}").read_text(errors="replace").split("hread 0x")[1:]
+        threads = [re.findall(r'([^/]+)", line (\d+) in (\w+)', thread) for thread in dump]
+        return " || ".join(
+            " < ".join(f"{file}:{line} {name}" for file, line, name in thread[:12]) for thread in threads
+        )
 
 
 def _tail(path: Path) -> str:
