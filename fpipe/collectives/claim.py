@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Claim``: a group serves one call at a time.
 
-Messages carry no tags, so those of two calls on one group would mix. Knows no calls or pipelines.
+Calls of a group are numbered, and ranks compare those of equal numbers. Two threads could enter theirs in another order on
+each rank. This module must not know calls or pipelines.
 """
 
 from __future__ import annotations
