@@ -237,7 +237,7 @@ class Job:
 
     def _named(self, rank: int, text: str) -> bool:
         if self.cell.who == HOST:
-            return "the launcher at" in text
+            return re.search(r"[Ll]ook at (rank \d+( \(.*?\))? and at )?the launcher at", text) is not None
         inside = rank in self.cell.victims
         if self.host is not None and self._cut_off(0) != self._cut_off(rank) and "the launcher at" in text:
             return True  # the store is on the other side

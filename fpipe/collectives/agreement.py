@@ -27,7 +27,7 @@ _WORD = 2**62 - 1
 _HEADER = 2**31 - 1
 _STEP = 0x9E3779B1  #: between the words of two groups of the same ranks
 _PATIENCE = 2.0  #: seconds to wait for the facts of the other ranks
-_POLL = 0.002  #: seconds between two looks into the store
+_POLL = 0.002  #: seconds between two looks into the store, at most
 #: Between two looks at a reduction; c10d takes less than a millisecond for no bound.
 _SLICE = timedelta(milliseconds=10)
 _PART = "; "  #: between the parts of a fact, of which an error names the first that differs
@@ -184,21 +184,14 @@ class Agreement:
         try:
             self._store.set(f"{key}/{monitor.rank}", encode(mine))
             for rank in ranks:
-                if self._appears(f"{key}/{rank}", end):
+                if self._store.appears(f"{key}/{rank}", end, _POLL):
                     by_rank[rank] = decode(self._store.get(f"{key}/{rank}"))
             self._store.set(f"{key}/{monitor.rank}/read", "")
             if monitor.rank == 0:  # its process may host the store, and may exit right after
-                all(self._appears(f"{key}/{rank}/read", end) for rank in by_rank)
+                all(self._store.appears(f"{key}/{rank}/read", end, _POLL) for rank in by_rank)
         except RuntimeError:  # the process that hosted the store is gone
             by_rank.setdefault(monitor.rank, mine)
         return by_rank
-
-    def _appears(self, key: str, end: float) -> bool:
-        while not self._store.check([key]):
-            if time.monotonic() > end:
-                return False
-            time.sleep(_POLL)
-        return True
 
 
 class Reduced:

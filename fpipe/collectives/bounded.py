@@ -29,6 +29,8 @@ from ..errors import GroupError
 from ._store import Store, connection, default_store, prefixed
 
 T = TypeVar("T")
+_FIRST = 0.0005  #: seconds between the first two looks for a key; each further pause is twice as long
+_SHORTEST = 1.0  #: seconds that the store has for an answer, also where less is left: it may be busy
 #: The environment variable of the secret of a job.
 SECRET = "FPIPE_SECRET"
 _SIGNATURE, _NONCE = 32, 16
@@ -120,6 +122,20 @@ class BoundedStore:
         """Whether all keys are set."""
         return self._run(lambda store: store.check(list(keys)))
 
+    def appears(self, key: str, end: float, pause: float) -> bool:
+        """Wait until a key is set, at most until ``end`` of ``time.monotonic``; whether it is.
+
+        It polls, with pauses of up to ``pause`` seconds: a blocking wait of the store prints warnings if it ends
+        without a result.
+        """
+        wait = min(_FIRST, pause)
+        while not self._run(lambda store: store.check([key]), max(_SHORTEST, end - time.monotonic())):
+            if time.monotonic() >= end:
+                return False
+            time.sleep(wait)
+            wait = min(2 * wait, pause)
+        return True
+
     def add(self, key: str, number: int) -> int:
         """Add to a counter, and return it."""
         return self._run(lambda store: store.add(key, number))
@@ -133,28 +149,30 @@ class BoundedStore:
         """Whether the last call got no answer."""
         return self._lost_at > float("-inf")
 
-    def _run(self, function: Callable[[Store], T]) -> T:
+    def _run(self, function: Callable[[Store], T], seconds: float = float("inf")) -> T:
+        """The result of a call that has the bound of the store, or fewer ``seconds``."""
         if time.monotonic() - self._lost_at < self.pause:
-            raise self._error()
+            raise _no_answer(self.seconds)
         if self._calls is None:
             self._calls = SimpleQueue()
             args = (self._store, timedelta(seconds=self.seconds), self._calls)
             threading.Thread(target=_serve, args=args, name="fpipe-store", daemon=True).start()
             weakref.finalize(self, self._calls.put, _Call(None))
-        call = _Call(function)
+        call, seconds = _Call(function), min(seconds, self.seconds)
         self._calls.put(call)
-        if not call.done.acquire(timeout=self.seconds):
+        if not call.done.acquire(timeout=seconds):
             self._lost_at = time.monotonic()
             self._calls.put(_Call(None))  # the thread ends if the store ever answers
             self._calls = None
-            raise self._error()
+            raise _no_answer(seconds)
         if call.error is not None:
             raise call.error
         self._lost_at = float("-inf")
         return call.result
 
-    def _error(self) -> StoreLostError:
-        return StoreLostError(f"the store of the job timed out: no answer within {self.seconds:g} s")
+
+def _no_answer(seconds: float) -> StoreLostError:
+    return StoreLostError(f"the store of the job timed out: no answer within {seconds:.3g} s")
 
 
 class _Call:

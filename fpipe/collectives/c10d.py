@@ -70,11 +70,12 @@ class C10dGroup(Group):
         self.pg, self.size, self.rank = pg, pg.size(), pg.rank()
         self.here, self.timeout = (self.rank,), timeout
         self._device = device
-        #: The process group of messages to lower ranks.
-        self._back = pg if self.can.habit("crossed") or self.size == 1 else _twin(pg)
         store, nth = of_group(pg, purpose, timeout)
         names = dist.get_process_group_ranks(pg)
         self._monitor = FaultMonitor(store, self.rank, self.size, timeout, names, journal, name_of(pg))
+        with self._monitor.connecting():
+            #: The process group of messages to lower ranks.
+            self._back = pg if self.can.habit("crossed") or self.size == 1 else _twin(pg)
         self._agreement = Agreement(store, self._monitor, names, nth)
         self._rendezvous = Rendezvous(store, self._monitor, self._agreement.check)
         self._sent: list[deque[Pending]] = [deque() for _ in range(self.size)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Claim``: a group serves one call at a time.
 
-Calls of a group are numbered, and ranks compare those of equal numbers. Two threads could enter theirs in another order on
-each rank. This module must not know calls or pipelines.
+Calls of a group are numbered, and ranks compare those of equal numbers. Two threads could enter theirs in another order
+on each rank. This module must not know calls or pipelines.
 """
 
 from __future__ import annotations

@@ -19,12 +19,13 @@ import torch.distributed as dist
 
 from ..errors import FpipeError, GroupError, MismatchError, PeerError, StalledError
 from ._store import members
-from .bounded import BoundedStore, host
+from .bounded import BoundedStore, StoreLostError, host
 from .journal import BEAT, Entry, Journal
 from .trail import Trail, at, search
 from .watchdog import GRACE, give_up
 
 _LATE = ("timed out", "timeout", "time out")
+_OF_STORE = StoreLostError, dist.DistNetworkError, dist.DistStoreError
 _BUDGET = 3.2  #: seconds to find the cause of an error
 #: The monitors of this process, by the name of their process group.
 _MONITORS: WeakValueDictionary[str, FaultMonitor] = WeakValueDictionary()
@@ -83,11 +84,27 @@ class FaultMonitor:
         except RuntimeError as error:
             journal.relax()
             if foreign and not _of_backend(error):
+                journal.peers = ()
                 raise
             raise self._diagnosed(error, peers, doing, time.monotonic() - start) from error
         finally:
             journal.relax()
         journal.peers = ()
+
+    @contextmanager
+    def connecting(self) -> Iterator[None]:
+        """:meth:`waiting` for all ranks, while a backend connects them; errors that no other rank caused pass."""
+        with self.waiting(None, "to connect to", self.others) if self.others else nullcontext():
+            try:
+                yield
+            except Exception as error:
+                remedy = too_many_files(error)
+                if not remedy and _of_backend(error):
+                    raise
+                self.failed(error)
+                if not remedy:
+                    raise
+                raise GroupError(f"this process cannot connect to the others ({_short(error)}){remedy}") from error
 
     def _expired(self, peers: tuple[int, ...], doing: str, start: float) -> None:
         """In the thread of the journal: the backend has not ended a wait at its time-out."""
@@ -107,7 +124,7 @@ class FaultMonitor:
         journal.failed("", peers, lost=not late)
         trail = search(journal, self.me, peers, lost=not late)
         if journal.lost and not trail.raised:
-            trail = self._without_store(trail)
+            trail = self._without_store(trail, one=len(peers) == 1 and not isinstance(error, _OF_STORE))
         self.broken = self._mismatch(trail.suspect) or self._error(error, peers, doing, seconds, late, trail)
         journal.cause = self.broken
         journal.conclude(trail.suspect, trail.text)
@@ -118,7 +135,7 @@ class FaultMonitor:
     def _error(
         self, error: BaseException, peers: tuple[int, ...], doing: str, seconds: float, late: bool, trail: Trail
     ) -> GroupError:
-        first = f"{trail.text[:1].upper()}{trail.text[1:]}. {self._advice(trail.suspect)}"
+        first = f"{trail.text[:1].upper()}{trail.text[1:]}. {self._advice(trail)}"
         whom = f"rank {peers[0]}" if len(peers) == 1 else "all ranks"
         me = f"rank {self.me}{at(self.journal.text)}"
         if late:
@@ -160,23 +177,29 @@ class FaultMonitor:
         kind, _, text = ("", "", "") if failure is None else failure.failure.partition(": ")
         return MismatchError(text) if kind == MismatchError.__name__ else None
 
-    def _without_store(self, trail: Trail) -> Trail:
-        """Where the store does not answer: what another rank concluded before, else its host is the first suspect."""
+    def _without_store(self, trail: Trail, one: bool) -> Trail:
+        """Where the store does not answer: what another rank concluded before, else its host is the first suspect.
+
+        If that is no rank, the ``one`` rank that this one waits for is a suspect too: the network may be cut.
+        """
         known = self.journal.concluded
         if known is not None:
             return Trail(known.text, known.suspect)
         name, rank = host()
         lost = f"the store of the job does not answer ({name} hosts it)"
-        suspect = trail.suspect if rank is None or rank == self.me else rank
-        return Trail("; ".join(filter(None, [trail.text, lost])), suspect)
+        text = "; ".join(filter(None, [trail.text, lost]))
+        if rank is None:
+            return Trail(text, trail.suspect if one else None, host=name)
+        return Trail(text, trail.suspect if rank == self.me else rank)
 
-    def _advice(self, suspect: int | None) -> str:
+    def _advice(self, trail: Trail) -> str:
         """Which process to examine, with its host and number."""
-        if suspect is None:
-            return "Look at the output of every rank"
-        entry = self.journal.failure(suspect) or self.journal.last(suspect)
-        where = f" ({entry.where})" if entry is not None and entry.where else ""
-        return f"Look at rank {suspect}{where} first"
+        processes = [trail.host] if trail.host else []
+        if trail.suspect is not None:
+            entry = self.journal.failure(trail.suspect) or self.journal.last(trail.suspect)
+            where = f" ({entry.where})" if entry is not None and entry.where else ""
+            processes.insert(0, f"rank {trail.suspect}{where}")
+        return f"Look at {' and at '.join(processes)} first" if processes else "Look at the output of every rank"
 
 
 def watched(name: str) -> AbstractContextManager[None]:
@@ -188,7 +211,12 @@ def watched(name: str) -> AbstractContextManager[None]:
     return monitor.waiting(None, "in a collective of a stage with", others)
 
 
-def _of_backend(error: RuntimeError) -> bool:
+def too_many_files(error: Exception) -> str:
+    """What to do where a process may not open more files; empty for other errors."""
+    return "; raise the limit of open files, as with ulimit -n 4096" if "Too many open files" in str(error) else ""
+
+
+def _of_backend(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 

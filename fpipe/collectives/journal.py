@@ -31,7 +31,8 @@ T = TypeVar("T")
 class Entry(NamedTuple):
     """The state of a rank: its action since ``when``, the ranks it waits for, its failure, and the writes so far.
 
-    ``lost``: the failure is a broken connection to one of ``peers``. ``where``: the process and its host.
+    ``lost``: the failure is a broken connection to one of ``peers``. ``where``: the process and its host. ``busy``: the
+    seconds for which the process and its children used a processor.
     """
 
     when: float
@@ -41,6 +42,7 @@ class Entry(NamedTuple):
     lost: bool = False
     beat: int = 0
     where: str = ""
+    busy: float = 0.0
 
     @property
     def ago(self) -> str:
@@ -124,7 +126,7 @@ class Journal:
                 last = Entry(now, text, peers, beat=last.beat, where=self._where)
             elif now - self._written < BEAT:
                 return
-            self._written, self._entry = now, last._replace(beat=last.beat + 1)
+            self._written, self._entry = now, last._replace(beat=last.beat + 1, busy=seconds_of_processor())
             self._set("last", self._entry)
 
     def hurry(self, seconds: float = float("inf")) -> float:
@@ -175,6 +177,11 @@ class Journal:
             except RuntimeError:  # the process of the store is gone: a further call would only print a warning
                 self._gone = True
                 return None
+
+
+def seconds_of_processor() -> float:
+    """For how long this process and its children that ended used a processor."""
+    return sum(os.times()[:4])
 
 
 def _keep_writing(journal: weakref.ref[Journal], end: threading.Event) -> None:

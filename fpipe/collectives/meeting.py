@@ -16,11 +16,12 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from ..errors import GroupError
 from ._store import prefixed
-from .bounded import BoundedStore
+from .bounded import BoundedStore, host
+from .waiting import Waiter
 
 #: The latest store, by the address at which the processes meet.
 _MET: dict[tuple[str | None, ...], Any] = {}
-_POLL = 0.01  #: seconds between two looks
+_POLL = 0.01  #: seconds between two looks, at most
 _SHOWN = 8  #: how many missing ranks an error names
 _LINGER = 1.0  #: seconds for the other ranks to read why the meeting failed, where the store ends with this process
 
@@ -36,7 +37,7 @@ def meet(seconds: float) -> tuple[Any, int, int]:
     end = time.monotonic() + seconds
     if address not in _MET:
         _MET.clear()
-        _MET[address] = _connected(rank, size, seconds)
+        _MET[address] = _connected(rank, size, seconds, end)
     store = BoundedStore(_MET[address], seconds)
     prefix = f"fpipe/init/{store.add(f'fpipe/init/{rank}', 1)}"
     _call_roll(store, prefix, rank, size, seconds, end)
@@ -50,13 +51,28 @@ def _variable(name: str) -> str:
     return value
 
 
-def _connected(rank: int, size: int, seconds: float) -> Any:
-    """A connection to the store, of which rank 0 is the host unless the launcher is. Waits for no other rank."""
-    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return TCPStore(
-        _variable("MASTER_ADDR"), int(_variable("MASTER_PORT")), size, hosts, timedelta(seconds=seconds),
-        wait_for_workers=False, multi_tenant=hosts,
-    )  # fmt: skip
+def _connected(rank: int, size: int, seconds: float, end: float) -> Any:
+    """A connection to the store, of which rank 0 is the host unless the launcher is. Waits for no other rank.
+
+    torch may try for twice its time-out, and for ever if the process of the host is stopped.
+    """
+    name, number = host()
+    address, port, hosts = _variable("MASTER_ADDR"), int(_variable("MASTER_PORT")), rank == number
+    found: list[Any] = []
+
+    def connect() -> None:
+        wait = timedelta(seconds=seconds)
+        found.append(TCPStore(address, port, size, hosts, wait, wait_for_workers=False, multi_tenant=hosts))
+
+    def check() -> None:
+        if time.monotonic() > end:
+            raise GroupError(
+                f"the store of the job does not answer within {seconds:g} s. Look at {name}, which hosts it, first; "
+                "raise timeout= if it may start so much later"
+            )
+
+    Waiter().wait(connect, check)
+    return found[0]
 
 
 def _call_roll(store: BoundedStore, prefix: str, rank: int, size: int, seconds: float, end: float) -> None:
@@ -64,12 +80,9 @@ def _call_roll(store: BoundedStore, prefix: str, rank: int, size: int, seconds: 
     store.set(f"{prefix}/here/{rank}", "")
     if store.add(f"{prefix}/count", 1) == size:
         store.set(f"{prefix}/end", "")
-    while not store.check([f"{prefix}/end"]):
-        if time.monotonic() > end:
-            missing = [other for other in range(size) if not store.check([f"{prefix}/here/{other}"])]
-            store.set(f"{prefix}/end", " ".join(map(str, missing)))
-            break
-        time.sleep(_POLL)
+    if not store.appears(f"{prefix}/end", end, _POLL):
+        missing = [other for other in range(size) if not store.check([f"{prefix}/here/{other}"])]
+        store.set(f"{prefix}/end", " ".join(map(str, missing)))
     missing = store.get(f"{prefix}/end").decode().split()
     if missing:
         if rank == 0:

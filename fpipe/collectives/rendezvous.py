@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gathering of objects through the store: no device and no backend is needed, and an error names a missing rank.
 
-Objects are data (``data.py``): to read them runs no code. For handshakes and barriers, a few per step at most. It
-polls: a blocking wait of the store prints warnings when it ends without a result. This module must not know messages.
+Objects are data (``data.py``): to read them runs no code. For handshakes and barriers, a few per step at most. This
+module must not know messages.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from ..errors import GroupError
 from .bounded import BoundedStore
 from .data import decode, encode
 from .faults import FaultMonitor
-from .journal import BEAT
+from .journal import BEAT, Entry
 
 _LINGER = 5.0  #: seconds that rank 0, which may host the store, waits at most for all others to leave a round
-_POLL_FIRST, _POLL_LAST = 0.0005, 0.02  #: seconds between two polls, initially and at most
+_POLL, _SLICE = 0.02, 0.2  #: seconds between two polls, at most, and between two looks at the calls of all ranks
 #: What the journal entry of a rank that traces begins with.
 TRACING = "tracing"
 _ALIVE = 2.2 * BEAT  #: seconds within which a rank that is alive writes its journal
+_BUSY = 0.05  #: seconds of its processor that a rank which computes uses in that time, at least
 _TRACING_LIMIT = 10
 _POLL_FAILURES = 1.0  #: seconds between two polls for a reported failure
 
@@ -63,39 +64,32 @@ class Rendezvous:
     def _read(self, number: int, rank: int) -> Any:
         key = f"round/{number}/{rank}"
         with self._monitor.waiting(rank, "to meet"):
-            if not self._appears(key, rank, self._monitor.timeout):
+            if not self._appears(key, rank):
                 raise RuntimeError(f"timed out: rank {rank} has not called it")
             return decode(self._store.get(key))
 
-    def _appears(self, key: str, rank: int | None, seconds: float) -> bool:
-        """Poll until a key is set; raises if the rank that should set it reports a failure.
+    def _appears(self, key: str, rank: int) -> bool:
+        """Wait until a key is set; raises if the rank that should set it reports a failure.
 
-        A first trace may take longer than any message: while the rank traces and writes its journal, the wait goes on
+        A first trace may take longer than any message: while the rank traces and its process computes, the wait goes on
         for up to ``_TRACING_LIMIT`` times as long.
         """
-        start = checked = time.monotonic()
-        look, before, pause = start + max(0.0, seconds - _ALIVE), None, _POLL_FIRST
-        # ``look``: when to read the entry of the rank, last ``before``, which changes while the rank is alive
-        while not self._store.check([key]):
+        monitor, seconds, before = self._monitor, self._monitor.timeout, None
+        start = checked = now = time.monotonic()
+        look = start + max(0.0, seconds - _ALIVE)  # when to read the entry of the rank, last ``before``
+        while not self._store.appears(key, min(look, now + _SLICE), _POLL):
             now = time.monotonic()
-            if rank is None:
-                if now - start > seconds:
-                    return False
-            elif now > look:
-                entry = self._monitor.last(rank)
-                alive = entry != before and entry is not None and entry.note.startswith(TRACING) and not entry.peers
-                if now - start > (_TRACING_LIMIT * seconds if alive else seconds):
-                    return False
-                before, look = entry, now + _ALIVE if now - start > seconds else start + seconds
-                self._monitor.journal.prolong(look - now)
-            if rank is not None:
-                self._check()
-            if rank is not None and now - checked > _POLL_FAILURES:
+            self._check()
+            if now - checked > _POLL_FAILURES:
                 checked = now
-                if self._monitor.failure(rank) is not None:
+                if monitor.failure(rank) is not None:
                     raise RuntimeError(f"rank {rank} failed before it called it")
-            time.sleep(pause)
-            pause = min(2 * pause, _POLL_LAST)
+            if now >= look:
+                entry = monitor.last(rank)
+                if now - start >= (_TRACING_LIMIT * seconds if _traces(before, entry) else seconds):
+                    return False
+                before, look = entry, now + _ALIVE if _traces(None, entry) else start + seconds
+                monitor.journal.prolong(look - now)
         return True
 
     def _leave(self, number: int) -> None:
@@ -105,10 +99,17 @@ class Rendezvous:
             if rank == 0:
                 end = time.monotonic() + min(_LINGER, self._monitor.timeout / 2)
                 for other in range(1, size):
-                    self._appears(f"left/{number}/{other}", None, end - time.monotonic())
+                    self._store.appears(f"left/{number}/{other}", end, _POLL)
                 return
             store.set(f"left/{number}/{rank}", "")
             if number >= 2:
                 store.delete_key(f"left/{number - 2}/{rank}")
         except RuntimeError:  # all objects were read: the next message reports a rank that is gone
             return
+
+
+def _traces(before: Entry | None, entry: Entry | None) -> bool:
+    """Whether a rank traces, and used its processor between two entries, if there are two."""
+    if entry is None or entry.peers or not entry.note.startswith(TRACING):
+        return False
+    return before is None or entry.busy - before.busy > _BUSY

@@ -8,6 +8,7 @@ schedules.
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from datetime import timedelta
 
 import torch
@@ -16,14 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..devices import kind, pick
 from ..errors import FpipeError, GroupError
-from ._store import set_timeout
-from .bounded import host, of_group
+from ._store import prefixed, set_timeout
+from .bounded import BoundedStore, host, of_group
 from .c10d import C10dGroup
 from .capabilities import Capabilities
+from .faults import FaultMonitor, too_many_files
 from .journal import Journal
 from .local import LocalGroup, check_ranks, local
 from .meeting import meet
-from .watchdog import ends
 
 TIMEOUT = 300.0
 
@@ -31,11 +32,8 @@ TIMEOUT = 300.0
 class MeshGroup(C10dGroup):
     """The pipeline axis of ``mesh``; ``dp`` and ``tp`` are groups over its other two axes."""
 
-    def __init__(self, mesh: DeviceMesh, device: torch.device, timeout: float):
-        self.mesh = mesh
-        world = dist.group.WORLD
-        assert world is not None
-        journal = Journal(of_group(world, "mesh", timeout)[0], dist.get_rank())  # a rank of one axis may stop another's
+    def __init__(self, mesh: DeviceMesh, device: torch.device, timeout: float, journal: Journal):
+        self.mesh = mesh  # of one journal: a rank of one axis may stop another's
         self.dp, self.tp = (
             C10dGroup(mesh.get_group(axis), device, timeout, purpose=axis, journal=journal) for axis in ("dp", "tp")
         )
@@ -91,16 +89,20 @@ def init(
 
 
 def _group(device: torch.device, shape: tuple[int, int, int], seconds: float) -> MeshGroup:
+    world = dist.group.WORLD
+    assert world is not None
     try:
-        with ends(seconds, f"the processes did not connect within {seconds:g} s. Look at {host()[0]} first"):
+        store, _ = of_group(world, "mesh", seconds)
+        journal = Journal(store, dist.get_rank())
+        with FaultMonitor(store, world.rank(), world.size(), seconds, journal=journal).connecting():
             mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
-            return MeshGroup(mesh, device, seconds)
+        return MeshGroup(mesh, device, seconds, journal)
     except FpipeError:
         raise
     except RuntimeError as error:
         raise GroupError(
             f"the processes could not connect ({error}). Look at {host()[0]}, which hosts the store of the job, first"
-            f"{_files(error)}"
+            f"{too_many_files(error)}"
         ) from error
 
 
@@ -135,8 +137,9 @@ def _start(device: torch.device, backend: str | None, seconds: float) -> None:
         torch.accelerator.set_device_index(device.index)
     backend = backend or kind(device.type).backends
     try:
-        with ends(seconds, f"the processes did not meet within {seconds:g} s. Look at {host()[0]} first"):
-            store, rank, size = meet(seconds)
+        store, rank, size = meet(seconds)
+        monitor = FaultMonitor(BoundedStore(prefixed("connect", store), seconds), rank, size, seconds)
+        with closing(monitor.journal), monitor.connecting():
             wait = timedelta(seconds=seconds)
             dist.init_process_group(backend, timeout=wait, store=store, rank=rank, world_size=size)
     except GroupError:
@@ -145,13 +148,8 @@ def _start(device: torch.device, backend: str | None, seconds: float) -> None:
         raise GroupError(
             f"the processes could not meet at the store of the job ({error}). Look at {host()[0]}, which hosts it, "
             f"first; check RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets, and that "
-            f"backend={backend!r} is in this build of torch{_files(error)}"
+            f"backend={backend!r} is in this build of torch{too_many_files(error)}"
         ) from error
-
-
-def _files(error: Exception) -> str:
-    """What to do where a process may not open more files; empty for other errors."""
-    return "; raise the limit of open files, as with ulimit -n 4096" if "Too many open files" in str(error) else ""
 
 
 def _shape(pp: int | None, dp: int, tp: int) -> int:

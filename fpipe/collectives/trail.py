@@ -22,11 +22,15 @@ _SOON = 0.5  #: seconds to wait for the report of a rank whose connection broke
 
 
 class Trail(NamedTuple):
-    """A chain of ranks, each stopped by the next, as text; the last one, and whether it reported its failure."""
+    """A chain of ranks, each stopped by the next, as text; the last one, and whether it reported its failure.
+
+    ``host``: the process that hosts the store and is no rank, if that may be the cause.
+    """
 
     text: str
     suspect: int | None
     raised: bool = False
+    host: str = ""
 
 
 class _Visit(NamedTuple):
@@ -57,7 +61,7 @@ def _walk(
             continue
         seen.add(rank)
         failure, last = _report(journal, rank, gone), journal.last(rank)
-        visit = _visit(rank, failure, last, gone, rank in silent, way)
+        visit = _visit(rank, failure, last, gone, rank in silent, way, not journal.lost)
         if best is None or visit.kind < best.kind or visit.kind == best.kind == _WAITS:
             best = visit  # of ranks that wait in a circle, the last one
         if visit.kind <= _GONE:
@@ -73,17 +77,19 @@ def _walk(
     return best, seen
 
 
-def _visit(rank: int, failure: Entry | None, last: Entry | None, gone: bool, silent: bool, way: str) -> _Visit:
+def _visit(
+    rank: int, failure: Entry | None, last: Entry | None, gone: bool, silent: bool, way: str, readable: bool
+) -> _Visit:  # fmt: skip
     if failure is not None and not failure.peers:
         return _Visit(_RAISED, rank, f"{way}rank {rank}{at(failure.note)} raised {failure.failure}")
     if failure is None and gone:
-        what = "is gone, and left no journal entry" if last is None else f"is gone{_last(last)}"
-        return _Visit(_GONE, rank, f"{way}rank {rank} {what}")
+        no_entry = ", and left no journal entry" if readable else ""
+        return _Visit(_GONE, rank, f"{way}rank {rank} is gone{no_entry if last is None else _last(last)}")
     if failure is None and silent:
         what = "has no journal entry" if last is None else f"does not answer{_last(last)}"
         return _Visit(_SILENT, rank, f"{way}rank {rank} {what}")
     if failure is None and last is None:
-        return _Visit(_WAITS, rank, f"{way}rank {rank} has no journal entry")
+        return _Visit(_WAITS, rank, f"{way}rank {rank} has no journal entry" if readable else way.removesuffix("; "))
     if failure is None and last is not None and not last.peers:
         return _Visit(_IDLE, rank, f"{way}rank {rank} waits for no rank{_last(last)}")
     entry = failure or last

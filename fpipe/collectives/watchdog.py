@@ -8,26 +8,11 @@ of output states the error. This module must not know groups.
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-from ..errors import FpipeError, StalledError
+from ..errors import FpipeError
 
-#: Seconds after the time-out of a group at which a wait that has not ended ends the process.
-GRACE = 3.0
-
-
-@contextmanager
-def ends(seconds: float, text: str) -> Iterator[None]:
-    """End the process if the body takes longer; for rare calls, since it starts a thread."""
-    timer = threading.Timer(seconds + GRACE, lambda: give_up(StalledError(text)))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+#: Seconds after the time-out of a group at which the search for the cause of a wait that has not ended begins.
+GRACE = 1.5
 
 
 def give_up(error: FpipeError) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import stopped_host
 from fpipe.collectives.bounded import SECRET, BoundedStore, StoreLostError
+from fpipe.collectives.meeting import meet
 from fpipe.collectives.shared_memory import SWITCH
 from fpipe.command.launch import _context
 from fpipe.command.outcome import store as launcher_store
@@ -46,6 +47,33 @@ def stopped():
     yield store, stop, lambda: os.kill(pid, signal.SIGCONT)
     host.kill()
     host.join()
+
+
+@pytest.mark.xdist_group("bounded")
+def test_a_wait_for_a_key_ends_when_its_time_is_up(stopped):
+    """The last look had the full bound of the store: a wait took twice its time-out."""
+    store, stop, _ = stopped
+    bounded, start = BoundedStore(store, 30.0), time.monotonic()
+    bounded.set("key", "value")
+    assert bounded.appears("key", start, 0.01)
+    assert not bounded.appears("other", start + 0.1, 0.01)
+    stop()
+    with pytest.raises(StoreLostError):
+        bounded.appears("other", time.monotonic() + 0.1, 0.01)
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.xdist_group("bounded")
+def test_a_host_that_is_stopped_is_an_error_of_the_meeting(stopped, monkeypatch: pytest.MonkeyPatch):
+    """TCPStore waits for ever for its first answer: the process was ended, instead of an exception."""
+    store, stop, _ = stopped
+    stop()
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with pytest.raises(GroupError, match=r"does not answer within 0\.5 s. Look at rank 0 at 127"):
+        meet(0.5)
 
 
 @pytest.mark.xdist_group("bounded")

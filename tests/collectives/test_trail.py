@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from fpipe.collectives import faults, journal
-from fpipe.collectives.bounded import BoundedStore
+from fpipe.collectives.bounded import BoundedStore, StoreLostError
 from fpipe.collectives.faults import FaultMonitor
 from fpipe.collectives.rendezvous import TRACING, Rendezvous
 from fpipe.errors import StalledError
@@ -77,6 +77,41 @@ def test_a_failure_that_another_rank_concluded_is_known_without_the_store():
     assert "Rank 2 raised ValueError: boo. Look at rank 2 first" in str(error)
 
 
+def test_the_rank_that_does_not_connect_is_named():
+    """A rank that stopped after the roll call: the others named the host of the store."""
+    with journals(3) as (store, found):
+        owner = monitor(store, found, 0, [0, 1, 2])
+        found[2].close()  # it stops
+        with pytest.raises(StalledError, match=r"to connect to all ranks, .*Look at rank 2"), owner.connecting():
+            raise dist.DistStoreError("wait timeout after 3000ms")
+
+
+def test_a_rank_that_cannot_connect_reports_why():
+    """The others waited for their time-out."""
+    with journals(2) as (store, found):
+        with pytest.raises(ValueError, match="backend"), monitor(store, found, 0, [0, 1]).connecting():
+            raise ValueError("no such backend")
+        error = monitor(store, found, 1, [0, 1]).diagnose(RuntimeError("timed out"), None, "to connect to")
+    assert "Rank 0 raised ValueError: no such backend" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "peer", "first"),
+    [
+        (RuntimeError("connection reset"), 1, "Look at rank 1 and at the launcher first"),
+        (RuntimeError("connection reset"), None, "Look at the launcher first"),
+        (StoreLostError("timed out"), 1, "Look at the launcher first"),
+    ],
+)
+def test_without_the_store_its_host_is_named(error: RuntimeError, peer: int | None, first: str):
+    """Any rank was named first where the launcher was killed, and was said to have no journal entry."""
+    with journals(3) as (store, found):
+        found[0]._gone = True
+        text = str(monitor(store, found, 0, [0, 1, 2]).diagnose(error, peer, "for"))
+    assert first in text
+    assert "no journal entry" not in text
+
+
 def test_a_wait_inside_a_stage_that_the_backend_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch):
     """``wait_tensor`` has no time-out of its own: the journal ends the process with the error."""
     ended: list[Exception] = []
@@ -102,20 +137,29 @@ def test_errors_of_a_stage_itself_are_not_those_of_its_group(monkeypatch: pytest
     assert owner.broken is None
 
 
-@pytest.mark.parametrize("note", [f"{TRACING} stage 1", "1F0"])
-def test_a_slow_first_trace_is_waited_for(note: str):
-    """It looked like a stall: the rank that traces writes its journal, and its action says that it traces."""
+@pytest.mark.parametrize(
+    ("note", "computes"), [(f"{TRACING} stage 1", True), (f"{TRACING} stage 1", False), ("1F0", True)]
+)
+def test_a_slow_first_trace_is_waited_for(note: str, computes: bool, monkeypatch: pytest.MonkeyPatch):
+    """It looked like a stall: the action of the rank that traces says so, and its process computes.
+
+    One that slept in its trace was waited for as well.
+    """
+    if not computes:  # both ranks are in this process
+        monkeypatch.setattr(journal, "seconds_of_processor", lambda: 1.0)
     with journals(2) as (store, found):
         meetings = [Rendezvous(store, monitor(store, found, rank, [0, 1]), lambda: None) for rank in range(2)]
         found[1].note(note)
 
         def late() -> object:
-            time.sleep(6 * WAIT)
+            end = time.monotonic() + 6 * WAIT
+            while time.monotonic() < end:
+                sum(range(10_000))
             return meetings[1].gather("b")
 
         with ThreadPoolExecutor() as pool:
             second = pool.submit(late)
-            if note.startswith(TRACING):
+            if note.startswith(TRACING) and computes:
                 assert meetings[0].gather("a") == ["a", "b"]
                 assert second.result(30) == ["a", "b"]
             else:
