@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from weakref import WeakValueDictionary
@@ -202,13 +202,13 @@ class FaultMonitor:
         return f"Look at {' and at '.join(processes)} first" if processes else "Look at the output of every rank"
 
 
-def watched(name: str) -> AbstractContextManager[None]:
-    """Around a collective in the code of a stage, over the process group of this name: ``FaultMonitor.waiting``."""
+def watched(name: str) -> Callable[[], AbstractContextManager[None]]:
+    """``FaultMonitor.waiting`` for collectives in the code of a stage, over the process group of this name."""
     monitor = _MONITORS.get(name) or next(iter(_MONITORS.values()), None)
-    others = [] if monitor is None else [rank for rank in members(name) if rank != monitor.me]
+    others = () if monitor is None else tuple(rank for rank in members(name) if rank != monitor.me)
     if monitor is None or not others:
-        return nullcontext()
-    return monitor.waiting(None, "in a collective of a stage with", others)
+        return nullcontext
+    return partial(monitor.waiting, None, "in a collective of a stage with", others)
 
 
 def too_many_files(error: Exception) -> str:

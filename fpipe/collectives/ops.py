@@ -38,7 +38,7 @@ class _Collective(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, kind: str, name: str, size: int, sent: Rows, received: Rows) -> Tensor:
         backward, start = _KINDS[kind]
         ctx.reverse = (backward, name, size, received, sent)
-        with nullcontext() if torch.compiler.is_compiling() else watched(name):
+        with nullcontext() if torch.compiler.is_compiling() else watched(name)():
             return _FUNCTIONAL.wait_tensor(start(x.contiguous(), name, size, sent, received))
 
     @staticmethod

@@ -65,7 +65,7 @@ def lower_together(inputs: Mapping[int, LoweringInput]) -> dict[int, Plan]:
 
 def _gathered(name: str, obj: Any) -> list[Any] | None:
     """``gather_members`` with an end, and an error that names the member that does not answer."""
-    with watched(name):
+    with watched(name)():
         return gather_members(name, obj)
 
 
@@ -82,7 +82,7 @@ def _measure_links(inputs: Mapping[int, LoweringInput]) -> None:
         if reports is None or all(known for known, _ in reports):
             continue
         large, device = min(max(size for _, size in reports), _MOST), collective.device
-        with watched(name):
+        with watched(name)():
             times = time_members(name, _LEAST, device), time_members(name, large, device), pace(device)
         small, long, paced = map(median, zip(*(_gathered(name, times) or []), strict=True))
         LINKS[name] = Link(int(small * 1e9), (large - _LEAST) / max(1.0, (long - small) * 1e9), paced)

@@ -71,10 +71,10 @@ def _bounded(ins: Instruction, groups: Mapping[int, str]) -> Instruction:
     program = ins.program
     if program is None or ins.stage not in groups or not collective(program):
         return ins
-    run, name = program.run, groups[ins.stage]
+    run, waiting = program.run, watched(groups[ins.stage])
 
     def bounded(box: list[Any]) -> tuple[Any, ...]:
-        with watched(name):
+        with waiting():
             return run(box)
 
     return replace(ins, program=replace(program, run=bounded))

@@ -121,7 +121,7 @@ def test_a_wait_inside_a_stage_that_the_backend_does_not_end_is_ended(monkeypatc
     with journals(2) as (store, found):
         owner = monitor(store, found, 0, [0, 1])
         monkeypatch.setattr(faults, "_MONITORS", {"tp": owner})
-        with faults.watched("tp"):
+        with faults.watched("tp")():
             time.sleep(WAIT + 3.5)
     assert isinstance(ended[0], StalledError)
     assert "in a collective of a stage with rank 1" in str(ended[0])
@@ -132,7 +132,7 @@ def test_errors_of_a_stage_itself_are_not_those_of_its_group(monkeypatch: pytest
     with journals(2) as (store, found):
         owner = monitor(store, found, 0, [0, 1])
         monkeypatch.setattr(faults, "_MONITORS", {"tp": owner})
-        with pytest.raises(RuntimeError, match="shapes"), faults.watched("tp"):
+        with pytest.raises(RuntimeError, match="shapes"), faults.watched("tp")():
             raise RuntimeError("shapes do not fit")
     assert owner.broken is None
 
