@@ -244,13 +244,14 @@ def abstract(leaf: Any, grad: bool = False) -> AbstractLeaf:
     return Aval.like(leaf, grad and is_floating(leaf)) if isinstance(leaf, torch.Tensor) else Static.of(leaf)
 
 
-def cache_key(leaf: Any) -> Any:
-    """A hashable that is equal for leaves with equal ``abstract(leaf)``: the same at less cost, for each call."""
-    if not isinstance(leaf, torch.Tensor):
-        return Static.of(leaf)
-    plain = (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
-    kind = None if type(leaf) is torch.Tensor else kind_of(leaf)
-    return plain if kind is None else (*plain, kind)
+def cache_keys(leaves: Iterable[Any]) -> list[Any]:
+    """Hashables that are equal for leaves with equal ``abstract(leaf)``: the same at less cost, for each call."""
+    return [
+        (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, None if type(leaf) is torch.Tensor else kind_of(leaf))
+        if isinstance(leaf, torch.Tensor)
+        else Static.of(leaf)
+        for leaf in leaves
+    ]
 
 
 @dataclass(frozen=True)

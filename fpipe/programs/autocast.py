@@ -7,13 +7,14 @@ Backwards run without it, as torch recommends. Knows no stages or programs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from typing import TypeAlias
 
 import torch
 
 Ambient: TypeAlias = tuple[tuple[str, torch.dtype], ...]
+_NOTHING = nullcontext()
 
 
 @lru_cache(maxsize=1)
@@ -32,16 +33,21 @@ def ambient() -> Ambient:
     return tuple([(k, torch.get_autocast_dtype(k)) for k in _kinds() if torch.is_autocast_enabled(k)])
 
 
-@contextmanager
-def without_autocast() -> Iterator[None]:
+def without_autocast() -> AbstractContextManager[object]:
     """Switch autocast off for all device types.
 
     >>> with torch.autocast("cpu", torch.bfloat16), without_autocast():
     ...     ambient()
     ()
     """
+    state = ambient()
+    return _off(state) if state else _NOTHING
+
+
+@contextmanager
+def _off(state: Ambient) -> Iterator[None]:
     with ExitStack() as stack:
-        for kind, _ in ambient():
+        for kind, _ in state:
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 

@@ -37,12 +37,15 @@ class Call:
     """One call of a pipeline.
 
     ``wanted`` are the arguments that are differentiated: 0 for params, 1 for x. ``number`` counts the microbatches.
+    ``leaves`` and ``state_leaves`` are the parameters and the states of the stages of this process.
     """
 
     config: Config
     mode: Mode
     params: Sequence[Tree]
     state: Sequence[Tree] | None
+    leaves: Flat
+    state_leaves: Flat
     number: int
     x: Parts
     targets: tuple[Parts, ...]
@@ -75,19 +78,14 @@ class Call:
         sides = {name: Parts(value, m, f"side input {name!r}", True) for name, value in side.items()}
         check_seed(seed)
         seed = config.seed if seed is None else seed
-        return cls(config, mode, params, state, m, batch, parts, sides, seed, wanted, has_aux, each, loss_scale)
+        leaves = {s: tree.flatten(params[s]) for s in config.here}
+        state_leaves = {} if state is None else {s: tree.flatten(state[s]) for s in config.here}
+        return cls(
+            config, mode, params, state, leaves, state_leaves, m, batch, parts, sides, seed, wanted, has_aux, each,
+            loss_scale,
+        )  # fmt: skip
 
     # ---- its parts ----------------------------------------------------------------------------------------------
-    @cached_property
-    def leaves(self) -> Flat:
-        """The parameters of the stages of this process."""
-        return {s: tree.flatten(self.params[s]) for s in self.config.here}
-
-    @cached_property
-    def state_leaves(self) -> Flat:
-        """The states of the stages of this process."""
-        return {} if self.state is None else {s: tree.flatten(self.state[s]) for s in self.config.here}
-
     def side_inputs(self, stage: int, mb: int) -> dict[str, Tree]:
         """The side inputs of a stage, or of the loss (one past the last stage), for one microbatch."""
         return {name: self.sides[name].tree(mb) for name in self.config.sides[stage] if name in self.sides}
@@ -154,12 +152,17 @@ class Call:
             ) from error
 
     def _signature(self) -> tuple[Any, ...]:
+        structures: list[Any] = []
+        every: list[Any] = []
+        for leaves, spec in (*self.leaves.values(), *self.state_leaves.values()):
+            structures.append(spec)
+            every += leaves
+        for part in (self.x, *self.targets, *self.sides.values()):
+            structures.append(part.structure)
+            every += part.leaves
         return (
             self.mode, self.wanted, self.has_aux, self.each is None, self.number, debugging(), ambient(),
-            tuple((spec, *map(tree.cache_key, leaves)) for leaves, spec in self.leaves.values()),
-            tuple((spec, *map(tree.cache_key, leaves)) for leaves, spec in self.state_leaves.values()),
-            self.x.signature(), tuple(t.signature() for t in self.targets),
-            tuple((name, part.signature()) for name, part in self.sides.items()),
+            tuple(self.sides), tuple(structures), tuple(tree.cache_keys(every)),
         )  # fmt: skip
 
     def request(self, shares: Shares | None) -> Request:

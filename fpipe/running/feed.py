@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -15,8 +15,8 @@ from .prepare import Prepared
 from .reduction import Weights
 from .registers import Registers
 
-#: Returns a row of leaves of a call.
-Row: TypeAlias = Callable[[Call], Sequence[Any]]
+#: Returns rows of leaves of a call.
+Table: TypeAlias = Callable[[Call], Mapping[Any, Sequence[Any]] | Sequence[Any]]
 
 
 class Feeder:
@@ -25,7 +25,7 @@ class Feeder:
     def __init__(self, plan: Plan, prepared: Prepared, device: torch.device):
         self.device = device
         self.move = device.type != "cpu"
-        self.rows: dict[tuple[object, ...], tuple[Row, list[tuple[int, int]]]] = {}  # with (slot, index in the row)
+        self.tables: dict[object, tuple[Table, list[tuple[int, Any, int]]]] = {}  # with (slot, row, index in it)
         self.params: list[int] = []
         self.returned = prepared.request.wants_dx  # the gradient of x may be the cotangent of a loss itself
         self.seeds: dict[torch.dtype, list[tuple[int, int]]] = {}
@@ -37,23 +37,23 @@ class Feeder:
                 case (OutputCotangent(leaf), int(mb)):
                     self.cotangents.append((slot, mb, leaf))
                 case _:
-                    place, row, leaf = _source(key, prepared)
-                    self.rows.setdefault(place, (row, []))[1].append((slot, leaf))
+                    name, table, row, leaf = _source(key, prepared)
+                    self.tables.setdefault(name, (table, []))[1].append((slot, row, leaf))
                     if isinstance(key[0], Param):
                         self.params.append(slot)
 
     def fill(self, r: Registers, call: Call, weights: Weights | None) -> None:
         """Write the values of a call into the registers."""
         slots = r.slots
-        for row_of, places in self.rows.values():
-            row = row_of(call)
-            for slot, index in places:
-                slots[slot] = row[index]
+        for table_of, places in self.tables.values():
+            table = table_of(call)
+            for slot, row, index in places:
+                slots[slot] = table[row][index]
         for slot in self.params:
             slots[slot] = slots[slot].detach()
         if self.move:
-            for _, places in self.rows.values():
-                for slot, _ in places:
+            for _, places in self.tables.values():
+                for slot, *_ in places:
                     if isinstance(slots[slot], torch.Tensor):
                         slots[slot] = slots[slot].to(self.device, non_blocking=True)
         if weights is None:
@@ -71,21 +71,21 @@ class Feeder:
             r.slots[slot] = cotangents[mb][index].detach().to(self.device)
 
 
-def _source(key: Key, prepared: Prepared) -> tuple[tuple[object, ...], Row, int]:
-    """The row that holds a fed value, by what identifies it and as a function of the call, and the index in it."""
+def _source(key: Key, prepared: Prepared) -> tuple[object, Table, Any, int]:
+    """The table that holds a fed value, by what identifies it and as a function of the call; the row, the index."""
     match key:
         case (Param(stage, leaf), None):
-            return (Param, stage), lambda call: call.leaves[stage][0], leaf
+            return (Param, stage), lambda call: call.leaves[stage], 0, leaf  # beside the structure
         case (State(stage, leaf), None):
-            return (State, stage), lambda call: call.state_leaves[stage][0], leaf
+            return (State, stage), lambda call: call.state_leaves[stage], 0, leaf
         case (Side(stage, leaf), int(mb)):
-            return (Side, stage, mb), lambda call: call.side_leaves[stage, mb], leaf
+            return Side, lambda call: call.side_leaves, (stage, mb), leaf
         case (BatchLeaf(leaf), int(mb)):
-            return (BatchLeaf, mb), lambda call: call.x.rows[mb], leaf
+            return BatchLeaf, lambda call: call.x.rows, mb, leaf
         case (Target(leaf), int(mb)):
             for which, target in enumerate(prepared.request.kinds[prepared.request.kind_of[mb]][1]):
                 if leaf < len(target.leaves):
-                    return (Target, which, mb), lambda call, which=which: call.targets[which].rows[mb], leaf
+                    return (Target, which), lambda call, which=which: call.targets[which].rows, mb, leaf
                 leaf -= len(target.leaves)
     raise AssertionError(f"no value is fed under {key}")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import torch
@@ -100,15 +101,16 @@ def _check_leaf(leaf: Any, parts: int, name: str, shared_scalars: bool) -> None:
 def _split_leaf(leaf: Any, parts: int) -> Sequence[Any]:
     if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or not leaf.shape[0]:
         return [leaf] * parts
-    return leaf.split(leaf.shape[0] // parts)
+    return leaf.chunk(parts)  # equal ones, since they divide the rows
 
 
 class Parts:
     """A batch argument as flat leaves, microbatch by microbatch: ``rows[m]`` under ``specs[m]``.
 
-    ``uniform`` says that all rows have one shape, so that the first row describes all. A batch is checked at once but
-    cut only when its rows are read: most ranks read none. With ``shared_scalars`` a tensor without axes is the same for
-    every microbatch; without it, it is an error.
+    ``leaves`` are those that were passed, and ``structure`` is that of the batch, or of each of its parts. ``uniform``
+    says that all rows have one shape, so that the first row describes all. A batch is checked at once but cut only when
+    its rows are read: most ranks read none. With ``shared_scalars`` a tensor without axes is the same for every
+    microbatch; without it, it is an error.
 
     >>> Parts(torch.arange(4), 2, "x").rows
     [(tensor([0, 1]),), (tensor([2, 3]),)]
@@ -116,35 +118,29 @@ class Parts:
 
     def __init__(self, batch: Tree, parts: int, name: str, shared_scalars: bool = False):
         self.name, self.uniform = name, not isinstance(batch, Microbatches)
-        flat = [tree.flatten(part) for part in (split(batch, parts, name) if not self.uniform else [batch])]
-        self._leaves = [leaves for leaves, _ in flat]
-        self.specs = [spec for _, spec in flat] * (parts if self.uniform else 1)
         if self.uniform:
-            for leaf in self._leaves[0]:
+            self.leaves, self.structure = tree.flatten(batch)
+            self.specs = [self.structure] * parts
+            for leaf in self.leaves:
                 _check_leaf(leaf, parts, name, shared_scalars)
-
-    @property
-    def leaves(self) -> list[Any]:
-        """The leaves as they were passed."""
-        return [leaf for leaves in self._leaves for leaf in leaves]
+        else:
+            flat = [tree.flatten(part) for part in split(batch, parts, name)]
+            self.leaves = [leaf for leaves, _ in flat for leaf in leaves]
+            self.specs = [spec for _, spec in flat]
+            self.structure = tuple(self.specs)
 
     @cached_property
     def rows(self) -> Sequence[Sequence[Any]]:
         """The leaves of every microbatch: views of the caller's tensors."""
         if not self.uniform:
-            return self._leaves
-        columns = [_split_leaf(leaf, len(self.specs)) for leaf in self._leaves[0]]
+            following = iter(self.leaves)
+            return [list(islice(following, spec.num_leaves)) for spec in self.specs]
+        columns = [_split_leaf(leaf, len(self.specs)) for leaf in self.leaves]
         return list(zip(*columns, strict=True)) if columns else [() for _ in self.specs]
 
     def tree(self, mb: int) -> Tree:
         """One microbatch as a pytree."""
         return tree.unflatten(self.specs[mb], self.rows[mb])
-
-    def signature(self) -> tuple[Any, ...]:
-        """Everything about the shapes that plans depend on, beside the number of parts."""
-        if self.uniform:
-            return (self.specs[0], *map(tree.cache_key, self._leaves[0]))
-        return tuple((spec, *map(tree.cache_key, row)) for spec, row in zip(self.specs, self._leaves, strict=True))
 
 
 def merge(parts: Sequence[Tree]) -> Tree:

@@ -18,7 +18,7 @@ import torch
 from .. import tree
 from ..errors import MismatchError
 from ..plans.keys import Key, Value, grad, reduced_grad
-from ..plans.plan import LoweringInput, Scalar
+from ..plans.plan import LoweringInput
 from ..plans.value_graph import ValueGraph, spec_of
 from ..schedules.actions import plain
 from ..tree import Aval, Spec, Structure, Tree
@@ -41,6 +41,18 @@ class GradPlace(NamedTuple):
     local: bool
 
 
+class Scalars(NamedTuple):
+    """The losses and auxiliary losses that a rank computes: each (stage, microbatch), and its slot if the rank is here.
+
+    The stage of a loss is one past the last.
+    """
+
+    rank: int
+    places: Sequence[tuple[int, int]]
+    dtypes: Sequence[torch.dtype]
+    slots: Sequence[int] | None
+
+
 @dataclass(frozen=True, eq=False)
 class ResultLayout:
     """Where the results of prepared plans are, computed once for each signature."""
@@ -49,16 +61,25 @@ class ResultLayout:
     prepared: Prepared
 
     @cached_property
-    def scalars(self) -> list[tuple[int, list[Scalar]]]:
-        """The ranks that compute losses or auxiliary losses, with these; known to every process."""
-        inputs, some = self.prepared.inputs, self._some
-        return [(rank, inputs.get(rank, some).scalars(rank)) for rank in some.scalar_ranks()]
+    def scalars(self) -> list[Scalars]:
+        """The scalars of each rank that computes some; all but slots are known to every process."""
+        inputs, executables, out = self.prepared.inputs, self.prepared.executables, []
+        for rank in self._some.scalar_ranks():
+            found = inputs.get(rank, self._some).scalars(rank)
+            slots = [executables[rank].plan.results[s.key] for s in found] if rank in executables else None
+            out.append(Scalars(rank, [(s.stage, s.mb) for s in found], [s.aval.dtype for s in found], slots))
+        return out
+
+    @cached_property
+    def aux_stages(self) -> list[int]:
+        """The stages with auxiliary losses."""
+        return sorted({stage for each in self.scalars for stage, _ in each.places} - {self.config.stages})
 
     @cached_property
     def loss_dtype(self) -> torch.dtype:
         """The dtype of the total of all losses of one rank."""
-        ((_, wanted),) = self.scalars
-        return reduce(torch.promote_types, (scalar.aval.dtype for scalar in wanted))
+        (scalars,) = self.scalars
+        return reduce(torch.promote_types, scalars.dtypes)
 
     @cached_property
     def tag(self) -> torch.Tensor:
@@ -164,9 +185,8 @@ class Results:
             if r.loss is not None:  # it was sent during the plan
                 return r.loss
         by_rank, scalars = self.layout.scalars, dict[tuple[int, int], torch.Tensor]()
-        for rank, wanted in by_rank:
-            values, dtypes = self._get(rank, (s.key for s in wanted)), [s.aval.dtype for s in wanted]
-            places = [(s.stage, s.mb) for s in wanted]
+        for rank, places, dtypes, slots in by_rank:
+            values = None if slots is None else [self.regs[rank].slots[slot] for slot in slots]
             if len(by_rank) == 1:  # this rank adds them up and sends the total
                 total = None if values is None else [self._total(dict(zip(places, values, strict=True)))]
                 return self._share_scalars(total, [self.layout.loss_dtype], rank)[0]
@@ -177,7 +197,7 @@ class Results:
         """The weighted sum of scalars by (stage, microbatch), the losses under one stage past the last."""
         weights = self.weights
         assert weights is not None
-        with_aux = sorted({stage for stage, _ in scalars} - {self.stages})
+        with_aux = self.layout.aux_stages
         if weights.number is not None and not with_aux:
             return added([scalars[self.stages, mb] for mb in range(self.number)], weights.number)
         losses = []

@@ -8,16 +8,14 @@ nothing of stages and ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Sequence
 from ctypes import c_float, string_at
 
 import torch
 
-#: What rounds a Python number to a dtype.
-_ROUNDED: dict[torch.dtype, Callable[[float], float]] = {
-    torch.float64: float,
-    torch.float32: lambda number: c_float(number).value,
-}
+#: The dtypes whose numbers can be computed with here, and how they are rounded: Python's own are float64.
+_NARROW = {torch.float64: False, torch.float32: True}
 
 
 def added(values: Sequence[torch.Tensor], weight: float | None = None) -> torch.Tensor:
@@ -27,10 +25,10 @@ def added(values: Sequence[torch.Tensor], weight: float | None = None) -> torch.
     tensor(1.5000)
     """
     where, dtype = values[0].device, values[0].dtype
-    rounded = _ROUNDED.get(dtype)
-    if rounded is not None and all(value.device.type == "cpu" and value.dtype is dtype for value in values):
-        total = _in_python([value.item() for value in values], weight, rounded)
-        return torch.tensor(total, dtype=dtype, device="cpu")  # whatever the default device is
+    narrow, kinds = _NARROW.get(dtype), {(value.is_cpu, value.dtype) for value in values}
+    if narrow is not None and kinds == {(True, dtype)}:
+        total = _in_python([value.item() for value in values], weight, narrow)
+        return torch.full((), total, dtype=dtype, device="cpu")  # whatever the default device is
     row = torch.stack([value.to(where) for value in values])
     total, *rest = (row if weight is None else row.mul_(weight)).unbind()
     total = total.clone()
@@ -39,13 +37,15 @@ def added(values: Sequence[torch.Tensor], weight: float | None = None) -> torch.
     return total
 
 
-def _in_python(numbers: Sequence[float], weight: float | None, rounded: Callable[[float], float]) -> float:
+def _in_python(numbers: Sequence[float], weight: float | None, narrow: bool) -> float:
     if weight is not None:
-        weight = rounded(weight)
-        numbers = [rounded(number * weight) for number in numbers]
+        weight = c_float(weight).value if narrow else weight
+        numbers = [number * weight for number in numbers]
+        numbers = array("f", numbers) if narrow else numbers
     total = numbers[0]
     for number in numbers[1:]:
-        total = rounded(total + number)
+        total += number
+        total = c_float(total).value if narrow else total
     return total
 
 
