@@ -9,10 +9,10 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import (
     _get_default_store,
     _resolve_process_group,  # pyright: ignore[reportPrivateImportUsage]
-    _set_pg_timeout,
 )
 
 from ..errors import GroupError
@@ -44,7 +44,8 @@ def connection(store: Store, timeout: timedelta) -> Store:
 
 def set_timeout(pg: dist.ProcessGroup, seconds: float) -> None:
     """The time-out of a process group for operations that are started from now on."""
-    _set_pg_timeout(timedelta(seconds=seconds), pg)
+    public = getattr(distributed_c10d, "set_timeout", None)  # in torch 2.15, where the private one warns
+    (public or distributed_c10d._set_pg_timeout)(timedelta(seconds=seconds), pg)
 
 
 def _resolved(name: Any) -> dist.ProcessGroup:

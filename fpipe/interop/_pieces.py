@@ -12,11 +12,12 @@ import ast
 import inspect
 import linecache
 import operator
+import re
 import traceback
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
-from os.path import dirname, sep
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -202,8 +203,9 @@ def _forward_graph(module: nn.Module, cuts: Sequence[str], side: Sequence[str]) 
 
 def _reason(error: Exception) -> str:
     """Why a forward cannot be recorded, by the line of it that fails on values that are not known."""
-    inside = (f"{dirname(fx.__file__)}{sep}", __file__)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(inside)]
+    # After a use of torch.compile, a frame of the compiler surrounds torch.fx.
+    files = [(f, Path(f.filename).as_posix()) for f in traceback.extract_tb(error.__traceback__)]
+    frames = [f for f, name in files if f.filename != __file__ and not re.search("/torch/(fx|_dynamo)/", name)]
     if not frames:  # torch.fx failed to call it at all
         return "a decorator hides its arguments, or it takes them as *args"
     at = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})"

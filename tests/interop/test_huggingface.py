@@ -263,7 +263,11 @@ def test_a_model_without_values_cannot_be_compared():
     assert len(stages) == 2
 
 
-def test_from_module_shows_no_internals_of_torch():
+@pytest.mark.parametrize("compiler", [False, True])
+def test_from_module_shows_no_internals_of_torch(compiler: bool):
+    """After a use of torch.compile, the message named a line of the compiler as the cause."""
+    if compiler:
+        torch.compile(torch.sin, backend="eager")
     with pytest.raises(fpipe.StageError, match=r"submodules: a decorator hides its arguments.*huggingface.stages"):
         fpipe.from_module(decoder("llama", layers=2), cuts=["model.layers.1"])
 
