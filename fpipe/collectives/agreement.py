@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from ..errors import MismatchError
+from ..errors import GroupError, MismatchError, PeerError
 from .bounded import BoundedStore
 from .data import decode, encode
 from .faults import FaultMonitor
@@ -30,6 +30,9 @@ _PATIENCE = 2.0  #: seconds to wait for the facts of the other ranks
 _POLL = 0.002  #: seconds between two looks into the store, at most
 #: Between two looks at a reduction; c10d takes less than a millisecond for no bound.
 _SLICE = timedelta(milliseconds=10)
+_LINGER = 1.0  #: seconds for the other ranks to read that this one refuses a call: its process may end then
+_REFUSED = 2  #: the word of a refused call
+_REFUSAL = "refusal"  #: the fact that says why
 _PART = "; "  #: between the parts of a fact, of which an error names the first that differs
 
 #: What to do about a fact that differs.
@@ -115,7 +118,9 @@ class Agreement:
         self._store, self._monitor, self._names = store, monitor, names
         self._number, self._word, self._base = -1, 0, nth * _STEP
         self._facts: tuple[Callable[..., Facts], tuple[Any, ...]] = dict, ()
-        self._agreed = True
+        self._agreed, self._round = True, -1
+        #: Set from a call that a rank refused until :meth:`leave`: the error that this rank raised.
+        self.refusal: BaseException | None = None
 
     @property
     def tag(self) -> int:
@@ -126,9 +131,12 @@ class Agreement:
         """Announce the next call; returns its number. ``facts(*values)`` is called only where ranks differ."""
         if self._monitor.broken is not None:
             self._monitor.check()
+        self._facts = facts, values
+        return self._announce(word)
+
+    def _announce(self, word: int) -> int:
         number = self._number = self._number + 1
         self._word = word = (word + number + self._base) & _WORD  # other than in earlier calls of the same plan
-        self._facts = facts, values
         self.head[0] = (word & _HEADER) << 32
         if self.exchange is not None:
             self._agreed = False
@@ -147,23 +155,60 @@ class Agreement:
 
     def confirm(self) -> None:
         """Wait until every rank has announced this call."""
-        if self._agreed or self.check():
-            return
-        assert self.exchange is not None
+        if not self._agreed and not self.check():
+            self._wait(self.check)
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        exchange = self.exchange
+        assert exchange is not None
         start = time.monotonic()
-        while not self.check():
-            peer = self.exchange.missing(self._number)
+        while not done():
+            peer = exchange.missing(self._number)
             with self._monitor.waiting(peer, "for the call of" if peer is not None else "for the calls of"):
-                while not self.check() and self.exchange.missing(self._number) == peer:
+                while not done() and exchange.missing(self._number) == peer:
                     waited = time.monotonic() - start
-                    gone = self.exchange.pause(self._number, waited)
-                    if (gone or waited > self._monitor.timeout) and not self.check():
+                    gone = exchange.pause(self._number, waited)
+                    if (gone or waited > self._monitor.timeout) and not done():
                         raise RuntimeError(gone or "timed out")
 
+    # ---- calls that a rank refuses ------------------------------------------------------------------------------
+    def refuse(self, error: BaseException) -> None:
+        """Announce, in place of the next call, that this rank refuses its arguments.
+
+        Returns once the other ranks know it, or after a short time.
+        """
+        self.refusal, end = error, time.monotonic() + _LINGER
+        number = self._announce(_REFUSED)
+        self._agreed, key = True, f"call/{number}"
+        self._store.set(f"{key}/{self._monitor.rank}", encode(refusing(error)))
+        self._store.set(f"{key}/{self._monitor.rank}/read", "")
+        all(self._store.appears(f"{key}/{rank}/read", end, _POLL) for rank in range(self._monitor.size))
+
+    def _announced(self) -> bool:
+        """Whether every rank has announced this call, or refused it. Never blocks."""
+        exchange = self.exchange
+        assert exchange is not None
+        return exchange.missing(self._number) is None and exchange.equal(self._number, self._word) is not None
+
+    def leave(self) -> None:
+        """Wait until every rank has announced a call that one of them refused; then the next one can begin."""
+        self._wait(self._announced)
+        self._agreed, self.refusal = True, None
+        self._round = (self._number + 1) << 32  # ranks left it in different rounds
+
+    def next_round(self) -> int:
+        """The number of the next round in which the ranks exchange objects."""
+        self._round += 1
+        return self._round
+
     # ---- the error ----------------------------------------------------------------------------------------------
-    def _disagreement(self) -> MismatchError:
-        """The error that all ranks raise; the group cannot be used again."""
+    def _disagreement(self) -> GroupError:
+        """The error that all ranks raise. The group cannot be used again, unless a rank refused the call."""
         by_rank = self._facts_of_all()
+        refused = refusal(by_rank, self._names)
+        if refused is not None:
+            self.refusal = refused
+            return refused
         found = Difference.of(by_rank)
         if found is not None:
             text = found.text(self._names)
@@ -192,6 +237,22 @@ class Agreement:
         except RuntimeError:  # the process that hosted the store is gone
             by_rank.setdefault(monitor.rank, mine)
         return by_rank
+
+
+def refusing(error: BaseException) -> Facts:
+    """The facts of a rank that refuses a call."""
+    return {_REFUSAL: f"{type(error).__name__}: {error}"}
+
+
+def refusal(by_rank: Mapping[int, Facts], names: Sequence[int]) -> PeerError | None:
+    """The error of the other ranks if one of them refused the call."""
+    for rank, facts in by_rank.items():
+        if _REFUSAL in facts:
+            return PeerError(
+                f"rank {names[rank]} refused the arguments of this call, so no rank completes it: {facts[_REFUSAL]}. "
+                "All ranks can go on with their next call"
+            )
+    return None
 
 
 class Reduced:

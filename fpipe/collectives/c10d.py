@@ -40,6 +40,7 @@ from .waiting import Waiter
 from .wire import wire_format
 
 _CPU = torch.device("cpu")
+_UNBOUNDED = timedelta(days=365)
 _DTYPES = tuple({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)})
 
 
@@ -77,8 +78,9 @@ class C10dGroup(Group):
             #: The process group of messages to lower ranks.
             self._back = pg if self.can.habit("crossed") or self.size == 1 else _twin(pg)
         self._agreement = Agreement(store, self._monitor, names, nth)
-        self._rendezvous = Rendezvous(store, self._monitor, self._agreement.check)
+        self._rendezvous = Rendezvous(store, self._monitor, self._agreement.check, self._agreement.next_round)
         self._sent: list[deque[Pending]] = [deque() for _ in range(self.size)]
+        self._held: dict[int, object] = {}  # receives under way, and messages that never arrive: buffers of the backend
         self._unposted: list[deque[Callable[[], None]]] = [deque() for _ in range(self.size)]
         self._self = LocalGroup((device,))
         method = sending(self.can, torch.uint8, self.cpu)
@@ -150,7 +152,7 @@ class C10dGroup(Group):
         form = wire_format(specs)
         if self._memory is not None and src in self._memory:
             return self._memory.recv(form, src)
-        buffers: list[Tensor] = []
+        held, buffers = self._held, list[Tensor]()
         works: list[dist.Work] = []
         posted, unposted = False, self._unposted[src]
 
@@ -160,11 +162,13 @@ class C10dGroup(Group):
             buffers.extend(form.empty(_CPU if self._staged else self._device))
             pg = self.pg if src < dst else self._back
             works.extend(self._post(pg.recv, buffers, src, "for a message from"))
+            held[id(works)] = works, buffers
 
         def finish() -> tuple[Tensor, ...]:
             while not posted:
                 unposted.popleft()()
             self._wait_all(works, src, "for a message from")
+            del held[id(works)]
             arrived = [buffer.to(self._device) for buffer in buffers] if self._staged else buffers
             return form.unpack(arrived, self._device)
 
@@ -233,12 +237,34 @@ class C10dGroup(Group):
                 for work in works:
                     self._wait(work)
             else:  # a message of another call never arrives, and this wait cannot be interrupted
-                self._waiter.wait(lambda: [self._wait(work) for work in works], self._agreement.check)
+                job = lambda: [work.wait(_UNBOUNDED) for work in works]  # at a time-out, gloo closes all connections
+                self._waiter.wait(job, self._agreement.check, self._monitor.timeout)
 
     # ---- calls --------------------------------------------------------------------------------------------------
     def enter(self, word: int, facts: Callable[..., Facts], values: tuple[Any, ...] = ()) -> int:
         """Announce the next call, through shared memory or by a reduction over gloo."""
+        if self._agreement.refusal is not None:
+            self._leave()
         return self._agreement.enter(word, facts, values)
+
+    def refuse(self, error: BaseException) -> None:
+        """Announce that this rank refuses a call; without an exchange of words, ranks do not learn it."""
+        if self._agreement.exchange is not None:
+            self._check()
+            self._agreement.refuse(error)
+
+    def _leave(self) -> None:
+        """Every rank leaves a call that one of them refused, and drops its messages; then the next one can begin."""
+        self._agreement.leave()
+        self._rendezvous.gather(None)  # from here on no rank sends messages of that call
+        held, sent = self._held, [work for works in self._sent for work in works]
+        held[id(sent)] = sent  # their tag is that of the call, so they never arrive
+        for queue in (*self._sent, *self._unposted):
+            queue.clear()
+        vars(self).pop("_waiter", None)  # it may wait for one of them
+        if self._memory is not None:
+            self._memory.drop()
+        self._rendezvous.gather(None)  # from here on ranks send messages of the next one
 
     def confirm(self) -> None:
         """Wait until every rank has announced the same call."""
@@ -255,7 +281,7 @@ class C10dGroup(Group):
     # ---- all ranks ----------------------------------------------------------------------------------------------
     def share(self, tensors: tuple[Tensor, ...] | None, specs: tuple[Spec, ...], src: int) -> tuple[Tensor, ...]:
         """Broadcast, as bytes; through shared memory where all ranks use it."""
-        self._monitor.check()
+        self._check()
         if src != self.rank:
             tensors = None
         elif tensors is None:
@@ -282,7 +308,7 @@ class C10dGroup(Group):
 
     def start_reduce(self, memory: Tensor, op: str = "sum", *, scatter: bool = False) -> Work:
         """Start all_reduce."""
-        self._monitor.check()
+        self._check()
         can = self.cpu if memory.device.type == "cpu" and self.cpu is not None else self.can
         way = reduction(can, op, memory.dtype, self.cpu)
         native = (self.cpu if way.staged and self.cpu is not None else can).can("parts", way.carry)
@@ -290,7 +316,7 @@ class C10dGroup(Group):
 
     def start_gather(self, memory: Tensor) -> Work:
         """As bytes."""
-        self._monitor.check()
+        self._check()
         staged = memory.device.type != "cpu" and self._through_cpu("gather")
         return self._started(lambda: start_gather(memory, staged, self.pg), "for the parts of")
 
@@ -308,12 +334,20 @@ class C10dGroup(Group):
 
     def gather_objects(self, obj: object) -> list[Any]:
         """Through the store: no device is needed, and an error names the rank that is missing."""
+        self._check()
         return self._rendezvous.gather(obj)
 
     def barrier(self) -> None:
         """Through the store, after this rank's sends."""
+        self._check()
         self.flush()
         self._rendezvous.gather(None)
+
+    def _check(self) -> None:
+        """Raise if this group failed; leave a call that a rank refused."""
+        self._monitor.check()
+        if self._agreement.refusal is not None:
+            self._leave()
 
     def _through_cpu(self, what: str) -> bool:
         return self._staged or (self.cpu is not None and not self.can.can(what, torch.uint8))
@@ -335,7 +369,9 @@ class C10dGroup(Group):
         return "" if entry is None else entry.note
 
     def failed(self, error: BaseException) -> None:
-        """Report to the others that this rank raised."""
+        """Report to the others that this rank raised, unless all ranks can go on."""
+        if error is self._agreement.refusal:
+            return
         self._monitor.failed(error)
         if self._memory is not None:
             self._memory.fail()

@@ -161,6 +161,12 @@ class Group(Protocol):
         """
         return 0
 
+    def refuse(self, error: BaseException) -> None:
+        """Announce, in place of the next call, that this rank refuses its arguments, with the error that it raises.
+
+        The other ranks raise PeerError in that call. All ranks can go on with the next one.
+        """
+
     def confirm(self) -> None:
         """Return once every rank has announced the same call; at the end of each call, before results are read."""
 

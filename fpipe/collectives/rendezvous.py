@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from itertools import count
 from typing import Any
 
 from ..errors import GroupError
@@ -31,18 +30,21 @@ _POLL_FAILURES = 1.0  #: seconds between two polls for a reported failure
 class Rendezvous:
     """Numbered rounds in which every rank contributes one object; a round ends when all objects were read.
 
-    ``check`` is called while a rank waits; it raises where the other ranks are known not to come.
+    ``check`` is called while a rank waits; it raises where the other ranks are known not to come. ``numbers`` are those
+    of the rounds.
     """
 
-    def __init__(self, store: BoundedStore, monitor: FaultMonitor, check: Callable[[], object]):
+    def __init__(
+        self, store: BoundedStore, monitor: FaultMonitor, check: Callable[[], object], numbers: Callable[[], int]
+    ):
         self._store, self._monitor, self._check = store, monitor, check
-        self._rounds = count()
+        self._next = numbers
 
     def gather(self, obj: object) -> list[Any]:
         """The object of every rank, by rank."""
         monitor, store = self._monitor, self._store
         monitor.check()
-        number = next(self._rounds)
+        number = self._next()
         if monitor.size == 1:
             return [obj]
         raw = self._encoded(obj)

@@ -7,6 +7,7 @@ This module must not know messages.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -17,9 +18,9 @@ _Jobs: TypeAlias = "SimpleQueue[_Task | None]"
 
 
 class Waiter:
-    """A daemon thread that makes such calls, one after another. After a check has raised, the call goes on there.
+    """A daemon thread that makes such calls, one after another. After :meth:`wait` has raised, the call goes on there.
 
-    >>> Waiter().wait(lambda: None, lambda: None)
+    >>> Waiter().wait(lambda: None, lambda: None, seconds=1.0)
     """
 
     def __init__(self) -> None:
@@ -27,13 +28,16 @@ class Waiter:
         threading.Thread(target=_work, args=(self._jobs,), name="fpipe-waiter", daemon=True).start()
         weakref.finalize(self, self._jobs.put, None)
 
-    def wait(self, job: Callable[[], object], check: Callable[[], object]) -> None:
-        """Return, or raise, when ``job`` or ``check`` does."""
+    def wait(self, job: Callable[[], object], check: Callable[[], object], seconds: float = float("inf")) -> None:
+        """Return when ``job`` does; raise what ``job`` or ``check`` raises, and RuntimeError after so many seconds."""
+        end = time.monotonic() + seconds
         task = _Task(job, threading.Lock(), [])
         task.done.acquire()  # at once: nothing else holds it yet
         self._jobs.put(task)
         while not task.done.acquire(timeout=_SLICE):
             check()
+            if time.monotonic() > end:
+                raise RuntimeError("timed out")
         for error in task.errors:
             raise error
 

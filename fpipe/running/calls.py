@@ -7,6 +7,7 @@ Nothing is kept between calls but the ``Cache``. Knows configurations, plans and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -14,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..collectives.group import Facts
-from ..errors import BatchError, StageError
+from ..errors import BatchError, GroupError, StageError
 from ..plans.sharding import Shares
 from ..programs.autocast import without_autocast
 from ..programs.eager.autograd_split import retaining
@@ -31,7 +32,6 @@ from .handshake import agree, tag_of
 from .loop import drive, execute
 from .microbatches import Microbatches, merge
 from .prepare import Prepared, prepare
-from .reduction import Weights
 from .registers import Registers
 from .results import ResultLayout, Results
 
@@ -99,8 +99,15 @@ class Cache:
 
     def announced(self, call: Call) -> tuple[CachedPlans, int]:
         """The plans of a call that is about to run, and its number; it is announced to the other ranks."""
-        key = call.signature()
-        cached = self._find(key)
+        try:
+            key = call.signature()
+            cached = self._find(key)
+            misplaced = call.misplaced() if cached is None else cached.misplaced
+            if misplaced is not None:
+                raise BatchError(misplaced)
+        except Exception as error:
+            _refuse(call.config, error)
+            raise
         if cached is not None:
             return cached, cached.announce(call)
         cached = self._prepared(call, key)
@@ -122,8 +129,12 @@ class Cache:
         """Announce a call without plans, compare it with the other ranks, and prepare its plans."""
         config, number = call.config, 0
         self._agree(config)
-        request = call.request(self.shares)
-        known = {} if config.local else facts(config, request)
+        try:
+            request = call.request(self.shares)
+            known = {} if config.local else facts(config, request)
+        except Exception as error:
+            _refuse(config, error)
+            raise
         if not config.local:
             described = of_call(known, call.seed, call.scale, "none yet")
             number = config.group.enter(_NEW, dict, (described,))
@@ -176,7 +187,7 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback]:
     with call.config.claim:
         plans, number = _announced(call, cache)
         with _Reported(call.config):
-            weights = _weights(call, plans)
+            weights = call.weights()
             _run(call, plans, regs, lambda feeder, r: feeder.fill(r, call, weights), phase=0)
             results = Results(plans.layout, regs, call, weights)
             y = joined(results.outputs(), call.x.uniform)
@@ -191,12 +202,12 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback]:
                 "this pullback was called before and what it needs is freed; call it with retain=True to keep it"
             )
         _refuse_surrounded()
-        rows = cotangents(call, [plans.prepared.output(mb) for mb in range(call.number)], dy)
-        if _versions(plans, kept[0]) != before:
-            raise StageError(
-                "a tensor that this pullback needs was changed in place since fpipe.vjp returned: a parameter, the "
-                "batch, a side input or an output; call the pullback first, or change a copy"
-            )
+        try:
+            rows = cotangents(call, [plans.prepared.output(mb) for mb in range(call.number)], dy)
+            _check_unchanged(_versions(plans, kept[0]) == before)
+        except Exception as error:
+            refuse(call.config, error)
+            raise
         with call.config.claim, retaining(retain):
             regs = {rank: r.copy() for rank, r in kept[0].items()} if retain else kept.pop()
             plans.announce(call, number)
@@ -206,6 +217,14 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback]:
                 return results.param_grads(), joined(results.input_grads(), call.x.uniform)
 
     return y, pullback
+
+
+def _check_unchanged(same: bool) -> None:
+    if not same:
+        raise StageError(
+            "a tensor that this pullback needs was changed in place since fpipe.vjp returned: a parameter, the "
+            "batch, a side input or an output; call the pullback first, or change a copy"
+        )
 
 
 def _versions(plans: CachedPlans, regs: AllRegisters) -> list[list[int]]:
@@ -253,23 +272,29 @@ class _Reported:
             group.reset()
 
 
+def refuse(config: Config, error: Exception) -> None:
+    """Report that this rank raised before it announced a call, unless the group is in use by another one."""
+    if not config.local and not surrounded():
+        with suppress(GroupError), config.claim:
+            _refuse(config, error)
+
+
+def _refuse(config: Config, error: Exception) -> None:
+    with suppress(RuntimeError):  # of the group or the store: the next call raises it
+        config.group.refuse(error)
+    if config.copies is not None:
+        config.copies.group.failed(error)  # other copies of the pipeline run, and wait for this one
+
+
 def _announced(call: Call, cache: Cache) -> tuple[CachedPlans, int]:
     """The plans of a call, and its number. From now on the other ranks expect its messages."""
     _refuse_surrounded()
     return cache.announced(call)
 
 
-def _weights(call: Call, plans: CachedPlans) -> Weights | None:
-    """The weights of a call, over which copies of the pipeline communicate."""
-    weights = call.weights()
-    if plans.misplaced is not None:
-        raise BatchError(plans.misplaced)
-    return weights
-
-
 def _run_all(call: Call, plans: CachedPlans) -> tuple[Results, dict[int, Any]]:
     """Run the whole schedule. Returns its results, and what ``each`` returned by microbatch."""
-    weights = _weights(call, plans)
+    weights = call.weights()
     regs: AllRegisters = {}
     results = Results(plans.layout, regs, call, weights)
     returned: dict[int, Any] = {}

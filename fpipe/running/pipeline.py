@@ -65,8 +65,12 @@ class Pipeline:
         self, mode: Mode, params: Sequence[Tree], x: Tree, targets: Sequence[Tree], side: dict[str, Tree],
         **options: Any,
     ) -> Call:  # fmt: skip
-        """The checked arguments of a call."""
-        return Call.of(self.config, mode, params, x, targets, side, **options)
+        """The checked arguments of a call that follows; where they are refused, the other ranks learn it."""
+        try:
+            return Call.of(self.config, mode, params, x, targets, side, **options)
+        except Exception as error:
+            calls.refuse(self.config, error)
+            raise
 
     @property
     def parts(self) -> Group | None:
@@ -136,7 +140,7 @@ class Pipeline:
 
     def plan(self, params: Sequence[Tree], x: Tree, *targets: Tree, **side: Tree) -> Plans:
         """What each rank of this process will run for these arguments, and its peak memory; print it."""
-        call = self.call("vjp" if self.config.loss is None else "grad", params, x, targets, side)
+        call = Call.of(self.config, "vjp" if self.config.loss is None else "grad", params, x, targets, side)
         with self.config.claim:
             return Plans(self.cache.plans_for(call).prepared)
 

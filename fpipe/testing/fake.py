@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.adapt import reduction
-from ..collectives.agreement import Difference
+from ..collectives.agreement import Difference, refusal, refusing
 from ..collectives.capabilities import Capabilities
 from ..collectives.data import decode, encode
 from ..collectives.group import Done, Facts, Group, Pending, Work, check_channel, check_message, part_of
@@ -81,6 +81,7 @@ class Network:
         self.channels: defaultdict[tuple[int, int], _Channel] = defaultdict(_Channel)
         self.calls: defaultdict[int, _Call] = defaultdict(dict)
         self.announced: defaultdict[int, _Announced] = defaultdict(dict)
+        self.left: defaultdict[int, set[int]] = defaultdict(set)
 
     def channel(self, src: int, dst: int) -> _Channel:
         """The channel from one rank to another."""
@@ -122,6 +123,7 @@ class FakeGroup(Group):
         self._numbers = count()
         self._announcements = count()
         self._announced: _Announced = {}
+        self._call, self._refused = -1, False  # the last one, and whether a rank refused it
 
     def __repr__(self) -> str:
         return f"fake rank {self.rank} of {self.size}"
@@ -162,10 +164,35 @@ class FakeGroup(Group):
     def enter(self, word: int, facts: Callable[..., Facts], values: tuple[Any, ...] = ()) -> int:
         """Announce the next call to all ranks at once."""
         self._enter("enter")
-        number = next(self._announcements)
-        self._announced = self._network.announced[number]
-        self._announced[self.rank] = word, partial(facts, *values)
-        return number
+        self._leave()
+        return self._announce(word, partial(facts, *values))
+
+    def refuse(self, error: BaseException) -> None:
+        """Announce that this rank refuses the next call."""
+        self._leave()
+        self._announce(-1, partial(refusing, error))
+        self._refused = True
+
+    def _announce(self, word: int, facts: Callable[[], Facts]) -> int:
+        self._call = next(self._announcements)
+        self._announced = self._network.announced[self._call]
+        self._announced[self.rank] = word, facts
+        return self._call
+
+    def _leave(self) -> None:
+        """If a rank refused the last call: all ranks leave it, and the last one drops its messages."""
+        if not self._refused:
+            return
+        announced, left = self._announced, self._network.left[self._call]
+        self._announced, self._refused, self._numbers = {}, False, count()
+        for rank in range(self.size):
+            self._until(lambda rank=rank: rank in announced, rank, f"for the call of rank {rank}")
+        left.add(self.rank)
+        if len(left) == self.size:
+            self._network.channels.clear()
+            self._network.calls.clear()
+        for rank in range(self.size):
+            self._until(lambda rank=rank: rank in left, rank, f"for rank {rank} to leave a call")
 
     def confirm(self) -> None:
         """Wait until every rank has announced the same call."""
@@ -176,8 +203,13 @@ class FakeGroup(Group):
     def _differs(self) -> bool:
         return len({word for word, _ in self._announced.values()}) > 1
 
-    def _disagreement(self) -> MismatchError:
-        found = Difference.of({rank: facts() for rank, (_, facts) in sorted(self._announced.items())})
+    def _disagreement(self) -> GroupError:
+        by_rank = {rank: facts() for rank, (_, facts) in sorted(self._announced.items())}
+        refused = refusal(by_rank, range(self.size))
+        if refused is not None:
+            self._refused = True
+            return refused
+        found = Difference.of(by_rank)
         assert found is not None, "words differ where facts differ"
         return MismatchError(f"{found.text(range(self.size))}. This group cannot be used again")
 
@@ -272,6 +304,7 @@ class FakeGroup(Group):
     def _start(self, name: str, value: Any) -> Callable[[], list[Any]]:
         """Take part in the next collective call; the returned function waits for the values of all ranks."""
         self._enter(name.split()[0])
+        self._leave()
         call = self._network.calls[next(self._numbers)]
         call[self.rank] = (name, value)
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count
 
 import pytest
 import torch.distributed as dist
@@ -148,7 +149,9 @@ def test_a_slow_first_trace_is_waited_for(note: str, computes: bool, monkeypatch
     if not computes:  # both ranks are in this process
         monkeypatch.setattr(journal, "seconds_of_processor", lambda: 1.0)
     with journals(2) as (store, found):
-        meetings = [Rendezvous(store, monitor(store, found, rank, [0, 1]), lambda: None) for rank in range(2)]
+        meetings = [
+            Rendezvous(store, monitor(store, found, rank, [0, 1]), lambda: None, count().__next__) for rank in range(2)
+        ]
         found[1].note(note)
 
         def late() -> object:

@@ -305,3 +305,82 @@ def seconds_to_receive() -> float:
 def test_a_message_over_sockets_does_not_wait_for_the_calls_of_other_ranks():
     _, waited, _ = fpipe.launch(seconds_to_receive, ranks=3, timeout=60, env={"FPIPE_SHARED_MEMORY": "0"})
     assert waited < 1.0, "of the two seconds by which rank 2 is late"
+
+
+# ---- arguments that one rank refuses --------------------------------------------------------------------------------
+def bad_batch(pipe: fpipe.Pipeline, params: Any) -> None:
+    fpipe.value_and_grad(pipe)(params, torch.ones(7, 4), torch.ones(7, 4))
+
+
+def bad_seed(pipe: fpipe.Pipeline, params: Any) -> None:
+    fpipe.value_and_grad(pipe)(params, torch.ones(8, 4), torch.ones(8, 4), seed="one")
+
+
+def bad_params(pipe: fpipe.Pipeline, params: Any) -> None:
+    fpipe.value_and_grad(pipe)(params[:1], torch.ones(8, 4), torch.ones(8, 4))
+
+
+def bad_leaf(pipe: fpipe.Pipeline, params: Any) -> None:
+    pipe(params, [torch.ones(8, 4), bytearray()], torch.ones(8, 4))
+
+
+REFUSED = {"batch": bad_batch, "seed": bad_seed, "params": bad_params, "leaf": bad_leaf}
+
+
+def refuses(group: Any, refusing: tuple[int, ...], warm: bool, bad: Callable[..., None]) -> tuple[list[str], float]:
+    """The errors of two calls that some ranks refuse, the seconds of the first, and the loss of a call after them."""
+    pipe = pipeline(group, stages=[layer] * group.size)
+    params, x = pipe.place([torch.eye(4)] * group.size), torch.linspace(-1, 1, 32).view(8, 4)
+    step = partial(fpipe.value_and_grad(pipe), params, x, x)
+    seen, start = [], time.monotonic()
+    for _ in range(2 if warm else 0):
+        step()
+    for _ in range(2):
+        try:
+            bad(pipe, params) if group.rank in refusing else step()
+        except fpipe.FpipeError as error:
+            seen.append(f"{type(error).__name__}: {error}")
+    seen.append(f"loss {step()[0].item():.6f}")
+    return seen, time.monotonic() - start
+
+
+@pytest.mark.parametrize("order", ["buffered", "lockstep"])
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_arguments_that_one_rank_refuses(name: str, warm: bool, order: str):
+    ended = outcomes(lambda group: refuses(group, (1,), warm, REFUSED[name]), 3, order=order)
+    assert [outcome.error for outcome in ended] == [None] * 3
+    first, refusing, last = (outcome.value[0] for outcome in ended)
+    assert first == last
+    assert [error.split(":")[0] for error in first[:2]] == ["PeerError", "PeerError"]
+    assert all(f"rank 1 refused the arguments of this call, so no rank completes it: {error}" in seen
+               for error, seen in zip(refusing[:2], first[:2], strict=True))  # fmt: skip
+    assert first[2] == refusing[2]
+
+
+def test_arguments_that_all_ranks_refuse():
+    ended = outcomes(lambda group: refuses(group, (0, 1, 2), True, bad_batch), 3)
+    assert all(outcome.value[0][0].startswith("BatchError") for outcome in ended)
+    assert len({outcome.value[0][2] for outcome in ended}) == 1
+
+
+def refused_on_processes(transport: str) -> list[tuple[list[str], float]]:
+    world = fpipe.init(timeout=60)
+    assert ("shared memory" in world.carried) == (transport == "memory")
+    pg = dist.group.WORLD
+    assert pg is not None
+    return [refuses(adopt(pg, timeout=60), refusing, warm, bad_batch)
+            for refusing, warm in (((1,), True), ((0,), False), ((0, 1), True), ((2,), True))]  # fmt: skip
+
+
+@pytest.mark.parametrize("transport", ["memory", "sockets"])
+def test_arguments_that_a_process_refuses(transport: str):
+    env = {"FPIPE_SHARED_MEMORY": "1" if transport == "memory" else "0"}
+    found = fpipe.launch(refused_on_processes, transport, ranks=3, timeout=200, env=env)
+    for case, refusing in enumerate(((1,), (0,), (0, 1), (2,))):
+        for rank, cases in enumerate(found):
+            seen, seconds = cases[case]
+            assert all(error.startswith("BatchError" if rank in refusing else "PeerError") for error in seen[:2])
+            assert rank in refusing or f"rank {refusing[0]} refused" in seen[0]
+            assert seen[2] == found[0][case][0][2]
+            assert seconds < 20, "of a time-out of 60"

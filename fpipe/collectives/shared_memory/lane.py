@@ -233,6 +233,11 @@ class LaneReader(_End):
         """Whether the piece of this number has arrived."""
         return (self.sent[0] - number - 1) & _MASK < 1 << 31
 
+    def skip(self) -> None:
+        """Drop all pieces that have arrived."""
+        self.count += (self.sent[0] - self.count) & _MASK
+        self.taken[0] = self.count & _MASK
+
     def fetcher(self, spec: Spec, nbytes: int) -> Callable[[], Tensor | None]:
         """:meth:`read` for messages of one contiguous tensor. The returned function returns None, and reads nothing,
         if the next message has not arrived, has another size or belongs to another call."""

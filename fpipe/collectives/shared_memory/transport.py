@@ -172,6 +172,15 @@ class SharedMemory:
             (dst, _), *_ = (key for key, writer in self._writers.items() if writer in self._late)
             self._until(self.retry, dst, "to send to", lambda: time.sleep(0.001))
 
+    def drop(self) -> None:
+        """Drop the messages of a call that was refused: those that are queued, and those that no rank reads."""
+        for writer in self._late:
+            writer.queued.clear()
+        self._late.clear()
+        for src in self._peers:
+            for kind in range(_LANES):
+                self._inbox(src, kind).drop()
+
     def fail(self) -> None:
         """Mark the outbox so that readers do not wait for further messages."""
         self._outbox.ended[0] = 1
@@ -282,6 +291,12 @@ class _Inbox:
         work = Pending(finish, lambda: self.reader.has(last))
         self.requested.append(work)
         return work
+
+    def drop(self) -> None:
+        """Drop what was requested and what has arrived."""
+        self.requested.clear()
+        self.reader.skip()
+        self.number, self.polled = self.reader.count, False
 
     def _read(self, buffers: Sequence[Tensor], piece: Piece) -> None:
         reader = self.reader
