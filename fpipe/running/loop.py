@@ -81,7 +81,7 @@ def _bounded(ins: Instruction, groups: Mapping[int, str]) -> Instruction:
 
 
 def execute(bound: Executable, r: Registers, phase: int | None = None) -> Generator[Work, None, None]:
-    """Run the steps, all or those of one phase; yields a receive that is not done yet."""
+    """Run the steps, all or those of one phase; yields each receive that it waits for."""
     number, slots = 0, r.slots
     watch = WATCH.get()
     if watch is None:
@@ -94,8 +94,7 @@ def execute(bound: Executable, r: Registers, phase: int | None = None) -> Genera
             pending = step(r)
             if pending is not None:
                 work, writes = pending
-                if not work.done():
-                    yield work
+                yield work
                 for slot, tensor in zip(writes, work.wait(), strict=True):
                     slots[slot] = tensor
                 tensor = work = pending = None  # they refer to received tensors
