@@ -91,8 +91,9 @@ class Receiver(NamedTuple):
     ``post`` requests the next message, in the same order as ``recv`` of the group, and without delay also where
     ``recv`` delays requests. Where ``fetch`` is None, a plan calls ``post`` ahead of need, at its RECV instruction.
     Otherwise a receive needs no buffer in advance: a plan does nothing at RECV, calls ``fetch`` when it needs the
-    message, and ``post`` only where that returns None. ``fetch`` returns the next message if it has arrived, and may
-    return None for messages of certain Specs. Either all channels between two ranks have a ``fetch`` or none has.
+    message, and only where that returns None, ``post``, whose work it waits for before anything else of the channel.
+    ``fetch`` returns the next message if it has arrived, and may return None for messages of certain Specs. Either all
+    channels between two ranks have a ``fetch`` or none has.
     """
 
     post: Callable[[], Work]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -109,7 +108,8 @@ class LocalGroup(Group):
     def receiver(self, src: int, dst: int, specs: tuple[Spec, ...]) -> Receiver:
         """A message is taken out of its channel if it was sent."""
         channel = self._channel(src, dst)
-        return Receiver(partial(_request, channel, specs), _fetcher(channel, specs))
+        work = _Next(channel, _fetcher(channel, specs))
+        return Receiver(lambda: work, work.fetch)
 
     def _moved(self, tensors: tuple[Tensor, ...], dst: int) -> tuple[Tensor, ...]:
         """A message on the device of its receiver."""
@@ -207,13 +207,33 @@ def _request(channel: _Channel, specs: tuple[Spec, ...]) -> Pending:
 
     def finish() -> tuple[Tensor, ...]:
         if not ready():
-            raise DeadlockError(
-                f"rank {channel.dst} waits for message {number} of rank {channel.src}, which was not sent; "
-                f"no other process could send it: run rank {channel.src} first"
-            )
+            raise _not_sent(channel, f"message {number}")
         return _checked(channel, arrived.popleft(), specs)
 
     return Pending(finish, ready)
+
+
+class _Next(NamedTuple):
+    """A Work, the same for all messages of one kind: the next message of a channel."""
+
+    channel: _Channel
+    fetch: Callable[[], tuple[Tensor, ...] | None]
+
+    def done(self) -> bool:
+        return bool(self.channel.sent)
+
+    def wait(self) -> tuple[Tensor, ...]:
+        message = self.fetch()
+        if message is None:
+            raise _not_sent(self.channel, "the next message")
+        return message
+
+
+def _not_sent(channel: _Channel, what: str) -> DeadlockError:
+    return DeadlockError(
+        f"rank {channel.dst} waits for {what} of rank {channel.src}, which was not sent; no other process could send "
+        f"it: run rank {channel.src} first"
+    )
 
 
 def _fetcher(channel: _Channel, specs: tuple[Spec, ...]) -> Callable[[], tuple[Tensor, ...] | None]:
