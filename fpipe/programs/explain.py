@@ -100,6 +100,16 @@ def captured_write_error(label: str, tensor: torch.Tensor) -> TraceError:
     )
 
 
+def seed_error(label: str) -> TraceError:
+    """The error for a stage that seeds a random stream."""
+    return TraceError(
+        f"stage {label} seeds, sets or restores a random stream of torch (torch.manual_seed, torch.seed, "
+        "torch.set_rng_state or torch.random.fork_rng), which a trace does not record: its draws would be other ones. "
+        "Pass seed= to fpipe.pipeline or to the call, which makes every draw a function of the seed, the stage and the "
+        f"microbatch; or {EAGERLY}"
+    )
+
+
 def captured_gradient_error(label: str, tensor: torch.Tensor) -> TraceError:
     """The error for a stage that closes over a tensor that requires a gradient."""
     return TraceError(

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses impure stage functions while they run: writes into captured tensors, and captured tensors that require a
-gradient. Both are refused before they happen. Knows operations, no stages or graphs."""
+"""Refuses impure stage functions while they run: writes into captured tensors, captured tensors that require a
+gradient, and seeds of random streams. Knows operations, no stages or graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .explain import captured_gradient_error, captured_write_error
+from .explain import captured_gradient_error, captured_write_error, seed_error
 from .fake import is_fake
 from .internals import Op, returns_views, storage_id, written
 
@@ -83,6 +84,45 @@ def pure_on_numbers(label: str, arguments: Iterable[torch.Tensor]) -> TorchDispa
         return result
 
     return _Around(run)
+
+
+@contextmanager
+def unseeded(label: str) -> Iterator[None]:
+    """While a function runs on fake tensors, refuse that it seeds, sets or restores a random stream of torch.
+
+    A program repeats its operations alone. A draw on fake tensors leaves the stream as it is; here each one moves it to
+    another seed, so that a stream which was restored shows.
+    """
+    stream, device = torch.default_generator, _device_seed()
+    state = stream.get_state()
+    expected = stream.seed() >> 1  # random, so that no function sets the same
+
+    def check() -> None:
+        if stream.initial_seed() != expected or _device_seed() != device:
+            raise seed_error(label)
+
+    def run(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        nonlocal expected
+        if torch.Tag.nondeterministic_seeded in op.tags and kwargs.get("generator") is None:
+            check()
+            expected += 1
+            stream.manual_seed(expected)
+        return op(*args, **kwargs)
+
+    stream.manual_seed(expected)
+    try:
+        with _Around(run):
+            yield
+        check()
+    finally:
+        stream.set_state(state)
+
+
+def _device_seed() -> int | None:
+    """The seed of the accelerator, where that is in use."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    module: Any = None if device is None else torch.get_device_module(device)
+    return module.initial_seed() if getattr(module, "is_initialized", lambda: False)() else None
 
 
 def _real(value: object) -> bool:

@@ -19,7 +19,7 @@ from ..errors import StageError
 from ..stage import Stage
 from ..tree import AbstractLeaf, AbstractTree, Aval, Tree
 from . import fake
-from .purity import pure_on_fakes
+from .purity import pure_on_fakes, unseeded
 from .symbols import Symbols
 
 _RUNS: ContextVar[str | None] = ContextVar("RUNS", default=None)
@@ -105,7 +105,7 @@ def outputs_of(stage: Stage, signature: Signature, symbols: Symbols | None = Non
         with fake.entered(fake.mode(symbols)):
             groups = fake.inputs(signature)
             try:
-                with pure_on_fakes(stage.label):
+                with unseeded(stage.label), pure_on_fakes(stage.label):
                     groups[1] = entering(signature.x, groups[1])
                     result = call(stage, signature, groups, copies)
             except RuntimeError as error:

@@ -65,3 +65,46 @@ def test_streams_of_other_cuts_are_documented():
     """The streams belong to stages: another cut of the same model draws other numbers, as the docs of seed= say."""
     assert fpipe.pipeline.__doc__ is not None
     assert "stage" in fpipe.pipeline.__doc__[fpipe.pipeline.__doc__.index("seed") :][:400]
+
+
+def _forked(p: Tensor, x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        return x * p + torch.rand_like(x)
+
+
+def _restored(p: Tensor, x: Tensor) -> Tensor:
+    state = torch.get_rng_state()
+    y = x * p + torch.rand_like(x)
+    torch.set_rng_state(state)
+    return y
+
+
+def _forked_and_seeded(p: Tensor, x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return x * p + torch.rand_like(x)
+
+
+SEEDING = {
+    "torch.manual_seed": lambda p, x: (torch.manual_seed(0), x * p)[1],
+    "default_generator": lambda p, x: (torch.default_generator.manual_seed(0), x * p)[1],
+    "torch.seed": lambda p, x: (torch.seed(), x * p)[1],
+    "fork_rng": _forked, "set_rng_state": _restored, "fork_rng and manual_seed": _forked_and_seeded,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEEDING)
+def test_a_traced_stage_that_seeds_a_stream_is_refused(name: str):
+    """The seed was set once, while the stage was traced, and counted for no run of it."""
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    with pytest.raises(fpipe.TraceError, match="Pass seed= to "):
+        fpipe.trace(SEEDING[name], torch.tensor(2.0), X)
+    assert torch.equal(torch.get_rng_state(), before), "the stream of the process is as before"
+
+
+def test_draws_of_a_traced_stage_leave_the_stream_of_the_process():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    fpipe.trace(lambda p, x: torch.nn.functional.dropout(x * p) + torch.rand_like(x), torch.tensor(2.0), X)
+    assert torch.equal(torch.get_rng_state(), before)
