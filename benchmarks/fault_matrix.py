@@ -19,6 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -300,12 +301,14 @@ def run(chosen: Sequence[Cell], timeout: float, at_once: int, file: Path | None,
     mp.get_context("forkserver").set_forkserver_preload(["benchmarks.fault_cell"])
     console, outcomes, missing = Console(width=150), list[Outcome](), list[Cell]()
     networks: SimpleQueue[Network] = SimpleQueue()
-    all_networks = [Network(number) for number in range(at_once)]
-    for network in all_networks:
-        network.create()
-        networks.put(network)
     columns = TextColumn("{task.description}"), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console) as progress, ThreadPoolExecutor(at_once) as pool:
+    with ExitStack() as stack:
+        for network in map(Network, range(at_once)):
+            stack.callback(network.remove)
+            network.create()
+            networks.put(network)
+        progress = stack.enter_context(Progress(*columns, console=console))
+        pool = stack.enter_context(ThreadPoolExecutor(at_once))
         bar = progress.add_task("cells", total=len(chosen))
         results = pool.map(lambda cell: run_cell(cell, timeout, networks), chosen)
         for cell, outcome in zip(chosen, results, strict=True):
@@ -319,8 +322,6 @@ def run(chosen: Sequence[Cell], timeout: float, at_once: int, file: Path | None,
                 console.print(_told(outcome), highlight=False, markup=False, soft_wrap=True)
             if file is not None:
                 _save(file, outcomes, missing, timeout)
-    for network in all_networks:
-        network.remove()
     console.print(_table(outcomes))
     good, named = sum(o.in_time for o in outcomes), sum(o.in_time and o.named for o in outcomes)
     console.print(f"{len(outcomes)} cells; in time: {good}; culprit named: {named}; without a fault: {len(missing)}")

@@ -18,7 +18,7 @@ CELLS = (
     Cell("rank 1", "raise", "weighted", "launch", "sockets"),
     Cell("rank 2", "stop", "ZeRO", "torchrun", "memory"),
     Cell("rank 3", "kill", "tensor parallel", "torchrun", "sockets"),
-    Cell("rank 1", "slow", "optimizer", "launch", "memory"),
+    Cell("rank 1", "slow", "trace", "launch", "memory"),
     Cell(FIRST, "cut", "pullback", "torchrun", "memory"),
 )
 
