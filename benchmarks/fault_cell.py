@@ -194,11 +194,17 @@ def work(cell: Cell, rank: int, fate: Fate, timeout: float) -> None:
 
 def shorten(group: Any, timeout: float) -> None:
     """The time-out of the trial, from when all ranks have met: to start may take long on a busy machine."""
-    group.barrier()
+    meet(group)
     for each in (group, group.dp, group.tp):
         each.timeout = each._monitor.timeout = each._rendezvous._store.seconds = timeout
         set_timeout(each.pg, timeout)
-    group.barrier()  # a rank may still wait in the first one, for as long as it takes to start
+    meet(group)  # a rank may still wait in the first one, for as long as it takes to start
+
+
+def meet(group: Any) -> None:
+    """A barrier of all processes: that of a pipeline leaves out its copies."""
+    for each in (group, group.dp, group.tp):
+        each.barrier()
 
 
 def rank_main(folder: str, cell: Cell, rank: int, env: dict[str, str], timeout: float, namespace: str) -> None:

@@ -122,15 +122,15 @@ class BoundedStore:
         """Whether all keys are set."""
         return self._run(lambda store: store.check(list(keys)))
 
-    def appears(self, key: str, end: float, pause: float) -> bool:
+    def appears(self, key: str, end: float, pause: float, until: float = float("inf")) -> bool:
         """Wait until a key is set, at most until ``end`` of ``time.monotonic``; whether it is.
 
-        It polls, with pauses of up to ``pause`` seconds: a blocking wait of the store prints warnings if it ends
-        without a result.
+        A wait in parts ends at ``until``, and the store has until ``end`` for each answer. It polls, with pauses of up
+        to ``pause`` seconds: a blocking wait of the store prints warnings if it ends without a result.
         """
         wait = min(_FIRST, pause)
         while not self._run(lambda store: store.check([key]), max(_SHORTEST, end - time.monotonic())):
-            if time.monotonic() >= end:
+            if time.monotonic() >= min(end, until):
                 return False
             time.sleep(wait)
             wait = min(2 * wait, pause)

@@ -79,7 +79,7 @@ class Rendezvous:
         monitor, seconds, before = self._monitor, self._monitor.timeout, None
         start = checked = now = time.monotonic()
         look = start + max(0.0, seconds - _ALIVE)  # when to read the entry of the rank, last ``before``
-        while not self._store.appears(key, min(look, now + _SLICE), _POLL):
+        while not self._store.appears(key, max(look, start + seconds), _POLL, min(look, now + _SLICE)):
             now = time.monotonic()
             self._check()
             if now - checked > _POLL_FAILURES:
@@ -111,7 +111,7 @@ class Rendezvous:
 
 
 def _traces(before: Entry | None, entry: Entry | None) -> bool:
-    """Whether a rank traces, and used its processor between two entries, if there are two."""
+    """Whether a rank traces, and began to or used its processor between two entries, if there are two."""
     if entry is None or entry.peers or not entry.note.startswith(TRACING):
         return False
-    return before is None or entry.busy - before.busy > _BUSY
+    return before is None or entry.note != before.note or entry.busy - before.busy > _BUSY

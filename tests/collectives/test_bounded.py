@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -61,6 +62,17 @@ def test_a_wait_for_a_key_ends_when_its_time_is_up(stopped):
     with pytest.raises(StoreLostError):
         bounded.appears("other", time.monotonic() + 0.1, 0.01)
     assert time.monotonic() - start < 5
+
+
+@pytest.mark.xdist_group("bounded")
+def test_a_part_of_a_wait_does_not_shorten_the_time_of_the_store(stopped):
+    """A host that did not answer for a second ended a barrier with a time-out of minutes."""
+    store, stop, go_on = stopped
+    bounded, start = BoundedStore(store, 30.0), time.monotonic()
+    bounded.set("key", "value")
+    stop()
+    threading.Timer(1.5, go_on).start()
+    assert not bounded.appears("other", start + 30, 0.01, start + 0.1)
 
 
 @pytest.mark.xdist_group("bounded")
