@@ -217,3 +217,26 @@ def test_hessians_through_norms(norm: str):
     want = torch.func.jvp(torch.func.grad(model), (params,), (v,))[1]
     close(fpipe.hvp(pipe, params, v, x), want)
     close(fpipe.jvp(pipe, (params,), (v,), x), torch.func.jvp(model, (params,), (v,)))
+
+
+@pytest.mark.parametrize("place", ["stage", "loss", "each"])
+def test_an_error_of_a_stage_inside_a_transform_names_the_stage(place: str):
+    """It arrived as it was, without the stage and the line; a run of a plan names both."""
+
+    def wrong(*args: Any) -> Any:
+        return len(args[-1].missing)
+
+    params, _, x, t = layers()
+    stages = [layer, wrong if place == "stage" else layer]
+    loss = {"stage": squared, "loss": wrong, "each": None}[place]
+    pipe = fpipe.pipeline(stages, loss=loss, microbatches=2, group=fpipe.local(2))
+
+    def value(rate: Tensor) -> Tensor:
+        moved = [p + rate for p in params]
+        return pipe(moved, x, each=wrong)[0] if place == "each" else pipe(moved, x, t)
+
+    what = {"stage": r"stage \S*wrong on microbatch 0", "loss": r"the loss \S*wrong on microbatch 0"}
+    text = what.get(place, "each= after microbatch 0")
+    with pytest.raises(fpipe.ActionError, match=rf"{text} raised AttributeError at .*\.py:\d+ \(return len") as caught:
+        torch.func.grad(value)(torch.tensor(0.0))
+    assert isinstance(caught.value.__cause__, AttributeError)

@@ -7,7 +7,8 @@ torch.func, so that what is around it can differentiate it again. Knows calls; n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import reduce
 from typing import Any
 
@@ -15,8 +16,8 @@ import torch
 
 from ... import tree
 from ...devices import drawn
-from ...errors import StageError
-from ...programs.explain import write_error
+from ...errors import ActionError, FpipeError, StageError
+from ...programs.explain import where, write_error
 from ...programs.internals import versions
 from ...programs.losses import check_scalar, with_aux
 from ...programs.signature import check_aux, result_of, stage_that_runs
@@ -83,7 +84,8 @@ def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
             if more is not None:
                 extra = more if extra is None else extra + more
         if config.loss is None:
-            outputs.append(y if call.each is None else call.each(m, y))
+            with _explained(f"each= after microbatch {m}"):
+                outputs.append(y if call.each is None else call.each(m, y))
             continue
         loss, aux = _loss(
             call, config.loss, run(config.loss, config.stages, m, [], y, *(t.tree(m) for t in call.targets))
@@ -130,12 +132,25 @@ def _runner(call: Call) -> Callable[..., Any]:
         side = call.side_inputs(index, mb)
         kept = tree.leaves((params, side))
         before = versions(kept)
-        out, _ = drawn(lambda _: fn(*params, *_copies(inputs), **side), [], device, start)
+        what = f"stage {as_stage(fn).label}" if index < config.stages else f"the loss {as_stage(fn).label}"
+        with _explained(f"{what} on microbatch {mb}"):
+            out, _ = drawn(lambda _: fn(*params, *_copies(inputs), **side), [], device, start)
         if versions(kept) != before:
             raise write_error("its parameters or side inputs")
         return out
 
     return run
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Raise an error of a function of the user as a run of a plan does."""
+    try:
+        yield
+    except FpipeError:
+        raise
+    except Exception as error:
+        raise ActionError(f"{what} raised {type(error).__name__}{where(error)}: {error}") from error
 
 
 def _copies(inputs: tuple[Tree, ...]) -> tuple[Tree, ...]:
