@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading of files that others wrote, up to a size, and writing of files as a whole.
 
-A written file is complete or not there, and a symbolic link is not followed: in a folder that others may write to, it
-could lead to any file of the user. This module must not know schedules.
+A written file is complete or not there, and a symbolic link to a file is not followed: in a folder that others may
+write to, it could lead to any file of the user. This module must not know schedules.
 """
 
 from __future__ import annotations
@@ -10,9 +10,14 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import stat
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
+
+
+#: The folders of links to the streams of a process, such as /dev/stdout, which may be files.
+_STREAMS = Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd")
 
 
 def read_bytes(path: str | PathLike[str], most: int) -> bytes:
@@ -25,7 +30,7 @@ def read_bytes(path: str | PathLike[str], most: int) -> bytes:
 
 
 def write_bytes(path: str | PathLike[str], content: bytes) -> None:
-    """Write a file in place of the one that is there; OSError for a symbolic link.
+    """Write a file in place of the one that is there, or to a device or pipe; OSError for a symbolic link to a file.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp(), "file")
@@ -33,10 +38,8 @@ def write_bytes(path: str | PathLike[str], content: bytes) -> None:
     b'text'
     """
     path = Path(path)
-    if path.is_symlink():
-        raise OSError(errno.ELOOP, "it is a symbolic link, which is not followed", str(path))
-    if path.exists() and not path.is_file():  # a device or a pipe
-        path.write_bytes(content)
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        _write_to_stream(path, content)
         return
     part = path.with_name(f".{secrets.token_hex(8)}.part")
     try:
@@ -46,6 +49,19 @@ def write_bytes(path: str | PathLike[str], content: bytes) -> None:
     finally:
         with suppress(OSError):
             part.unlink()
+
+
+def _write_to_stream(path: Path, content: bytes) -> None:
+    """Write to a device or a pipe. What was opened is checked: a link may lead elsewhere a moment later."""
+    refused = OSError(errno.ELOOP, "it is a symbolic link to a file, which is not followed", str(path))
+    try:
+        opened = os.open(path, os.O_WRONLY | os.O_APPEND)
+    except FileNotFoundError:
+        raise refused from None
+    with os.fdopen(opened, "wb") as stream:
+        if stat.S_ISREG(os.fstat(opened).st_mode) and path.parent not in _STREAMS:
+            raise refused
+        stream.write(content)
 
 
 def _write_beside(path: Path, part: Path, content: bytes) -> None:

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -140,3 +141,18 @@ def test_out_does_not_follow_a_symbolic_link(tmp_path: Path, name: str, capsys: 
     assert command(["draw", "ZBV", "--ranks", "2", "--microbatches", "2", "--out", str(link)]) == 0
     assert link.stat().st_mode & 0o777 == 0o640
     assert sorted(path.name for path in tmp_path.iterdir()) == ["victim", name]
+
+
+@pytest.mark.parametrize("target", ["pipe", "redirected", "device", "file"])
+def test_out_may_be_a_stream_of_the_process(tmp_path: Path, target: str):
+    """/dev/stdout is a symbolic link; it was refused as one to a file."""
+    link, file = tmp_path / "link", tmp_path / "file"
+    file.write_text("before\n")
+    link.symlink_to({"device": "/dev/null", "file": file}.get(target, "/dev/stdout"))
+    code = "import sys; from fpipe.schedules.files import write_bytes; write_bytes(sys.argv[1], b'text')"
+    path = "/dev/stdout" if target == "redirected" else str(link)
+    with file.open("ab") if target == "redirected" else nullcontext(subprocess.PIPE) as stdout:
+        ran = subprocess.run([sys.executable, "-c", code, path], stdout=stdout, stderr=subprocess.PIPE, timeout=60)
+    assert ran.stdout == {"pipe": b"text", "redirected": None}.get(target, b"")
+    assert (b"symbolic link" in ran.stderr) == (target == "file")
+    assert file.read_text() == ("before\ntext" if target == "redirected" else "before\n")
