@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Container, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -29,6 +30,10 @@ _LOOPBACK = "127.0.0.1"
 #: Imported once, before the processes are forked: what a first step imports takes each process seconds. Fake tensors
 #: import the last one.
 _PRELOADED = ("fpipe.collectives.setup", "fpipe.running.pipeline", "torch._dynamo")
+_KILLED = (
+    10.0  #: seconds for a killed process to end: only one in a call of the system that cannot be interrupted stays
+)
+_LOOK = 60.0  #: seconds between two looks at the launcher, whose end a process learns at once otherwise
 _TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of mallopt(3)
 
 
@@ -158,7 +163,8 @@ def _end_with_parent() -> None:
     """End this process when its launcher ends, even if the launcher is killed."""
     parent = mp.parent_process()
     if parent is not None:
-        parent.join()
+        while parent.is_alive():
+            parent.join(_LOOK)
         os._exit(1)
 
 
@@ -168,9 +174,15 @@ def _end(children: Sequence[_Child], reported: Container[int]) -> None:
         if rank not in reported and child.process.is_alive():
             child.process.terminate()
     deadline = time.monotonic() + GRACE
-    for child in children:
+    for rank, child in enumerate(children):
         child.process.join(max(0.1, deadline - time.monotonic()))
         if child.process.is_alive():  # stopped, or it ignores the request
             child.process.kill()
-            child.process.join()
+            child.process.join(_KILLED)
+        if child.process.is_alive():
+            warnings.warn(
+                f"rank {rank} (process {child.process.pid}) did not end within {_KILLED:g} s after it was killed: a "
+                "call of the system keeps it, such as one of a device or of a network file system",
+                stacklevel=2,
+            )
         child.pipe.close()

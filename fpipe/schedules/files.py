@@ -15,7 +15,6 @@ from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 
-
 #: The folders of links to the streams of a process, such as /dev/stdout, which may be files.
 _STREAMS = Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd")
 

@@ -19,6 +19,10 @@ from typing import Any
 from ..errors import DeadlockError, GroupError
 
 _TICK = 1e-6
+#: Seconds, of the clock of this machine, for which a rank may run without a call of the group: longer than any first
+#: trace of a stage, which imports the compiler of torch.
+LIMIT = 600.0
+_END = 10.0  #: seconds for a thread to end after its rank has
 
 
 class Killed(BaseException):
@@ -63,6 +67,7 @@ class World:
         self.stuck: str | None = None
         self._failures = count()
         self._over = threading.Event()
+        self._turns, self._running, self._given_up = 0, -1, False
 
     # ---- turns --------------------------------------------------------------------------------------------------
     def play(self, parts: list[Callable[[], object]]) -> None:
@@ -76,13 +81,26 @@ class World:
         for thread in threads:
             thread.start()
         self._end_turn()
-        self._over.wait()
+        before = -1
+        while not self._over.wait(LIMIT):
+            if before == self._turns:
+                self._given_up = True
+                raise DeadlockError(
+                    f"rank {self._running} has run for {LIMIT:g} s without a call of its group; it computes without an "
+                    "end, or waits for something else than the group"
+                )
+            before = self._turns
         for thread in threads:
-            thread.join()
+            thread.join(_END)
+
+    def _take_turn(self, state: RankState) -> None:
+        while not state.turn.acquire(timeout=LIMIT):
+            if self._given_up:
+                raise Killed(f"rank {state.rank} never got its turn again")
 
     def _run(self, state: RankState, part: Callable[[], object]) -> None:
-        state.turn.acquire()
         try:
+            self._take_turn(state)
             state.value = part()
         except BaseException as error:
             state.error, state.nth = error, next(self._failures)
@@ -94,7 +112,7 @@ class World:
         state = self.ranks[rank]
         state.waiting = Waiting(ready, what, self.clock + self.timeout)
         self._end_turn()
-        state.turn.acquire()
+        self._take_turn(state)
         state.waiting = None
         if not ready() and self.stuck is not None:
             raise DeadlockError(self.stuck)
@@ -102,10 +120,14 @@ class World:
 
     def _end_turn(self) -> None:
         self.clock += _TICK
+        if self._given_up:
+            return
         while alive := [state for state in self.ranks if not state.ended]:
             able = [state for state in alive if self.stuck or self._able(state)]
             if able:
-                self.random.choice(able).turn.release()
+                state = self.random.choice(able)
+                self._turns, self._running = self._turns + 1, state.rank
+                state.turn.release()
                 return
             self._jump(alive)
         self._over.set()

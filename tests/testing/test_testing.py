@@ -300,3 +300,25 @@ def test_no_thread_is_left_behind():
         outcomes(pair, 2, seed=seed, faults=[Kill(0, 1)])
         run(pair, 2, seed=seed)
     assert threading.active_count() == before
+
+
+def test_a_rank_that_never_returns_to_its_group_ends_the_run(monkeypatch: pytest.MonkeyPatch):
+    """The world waited for it without a bound."""
+    import threading
+
+    monkeypatch.setattr("fpipe.testing.world.LIMIT", 0.3)
+    before, forgotten = threading.active_count(), threading.Event()
+
+    def work(group: Group) -> None:
+        group.barrier()
+        if group.rank == 1:
+            forgotten.wait(20)
+        group.barrier()
+
+    with pytest.raises(DeadlockError, match=r"rank 1 has run for 0\.3 s without a call of its group"):
+        run(work, 3)
+    forgotten.set()
+    end = time.monotonic() + 20
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.05)
+    assert threading.active_count() == before
