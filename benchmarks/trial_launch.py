@@ -16,8 +16,9 @@ import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
@@ -42,10 +43,42 @@ def by_two_hosts(options: list[str]) -> str:
     import network_namespaces  # beside the tests, which share it
 
     with network_namespaces.two_namespaces():
-        nodes = network_namespaces.torchrun([SCRIPT, *options], timeout=400, env=ENV)
+        nodes = _torchrun([SCRIPT, *options], network_namespaces.SIDES)
     if any(code for code, _, _ in nodes):
         raise RuntimeError("\n".join(err[-2000:] for _, _, err in nodes))
     return "".join(out for _, out, _ in nodes)
+
+
+def _torchrun(
+    script: Sequence[str], sides: Sequence[tuple[str, str, str]], nproc: int = 2, timeout: float = 400
+) -> list[tuple[int, str, str]]:
+    """Run a script under torchrun on both hosts; return exit code, output and errors of each."""
+    nodes = []
+    for name, end, address in sides:
+        command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+        command += ["--nproc-per-node", str(nproc), "--rdzv-backend", "c10d", "--rdzv-id", "fpipe"]
+        command += ["--rdzv-endpoint", f"{sides[0][2]}:29500", "--local-addr", address]
+        # Both namespaces have the same host name.
+        command += ["--rdzv-conf", f"is_host={int(address == sides[0][2])}", *script]
+        more = {**os.environ, "GLOO_SOCKET_IFNAME": end, "OMP_NUM_THREADS": "1", **ENV}
+        nodes.append(subprocess.Popen(command, env=more, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+    try:
+        return [_ended(node, timeout) for node in nodes]
+    finally:
+        for node in nodes:
+            node.terminate()  # torchrun ends its ranks
+        for node in nodes:
+            node.wait(timeout=60)
+
+
+def _ended(node: subprocess.Popen[Any], timeout: float) -> tuple[int, str, str]:
+    try:
+        out, err = node.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        node.terminate()
+        _, err = node.communicate(timeout=60)
+        raise AssertionError(f"a host did not finish within {timeout:g} s: {err[-2000:]}") from None
+    return node.returncode, out, err
 
 
 def by_ray(options: list[str]) -> str:

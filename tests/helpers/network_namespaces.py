@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from typing import Any
 
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from fpipe.command.launch import _context
+
+PROCESSES = _context("forkserver", None)
+_NEWNET = 0x40000000  # CLONE_NEWNET
 #: namespace, its end of the link, its address; the process id separates concurrent runs of the tests
 SIDES = tuple(
     (f"fpipe{os.getpid()}{side}", f"fp{os.getpid()}{side}", f"10.78.0.{k}") for k, side in ((1, "a"), (2, "b"))
@@ -46,33 +53,38 @@ def _ip(*words: str) -> None:
         raise NotAllowedError(f"ip {' '.join(words)}: {done.stderr.strip() or done.returncode}")
 
 
-def torchrun(
-    script: Sequence[str], nproc: int = 2, timeout: float = 110, env: dict[str, str] | None = None
-) -> list[tuple[int, str, str]]:
-    """Run a script under torchrun on both hosts; return exit code, output and errors of each."""
-    nodes = []
-    for name, end, address in SIDES:
-        command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
-        command += ["--nproc-per-node", str(nproc), "--rdzv-backend", "c10d", "--rdzv-id", "fpipe"]
-        command += ["--rdzv-endpoint", f"{SIDES[0][2]}:29500", "--local-addr", address]
-        # Both namespaces have the same host name.
-        command += ["--rdzv-conf", f"is_host={int(address == SIDES[0][2])}", *script]
-        more = {**os.environ, "GLOO_SOCKET_IFNAME": end, "OMP_NUM_THREADS": "1", **(env or {})}
-        nodes.append(subprocess.Popen(command, env=more, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+def launch(fn: Callable[..., Any], *args: Any, nproc: int = 2, timeout: float = 110) -> list[Any]:
+    """As torchrun does on two hosts, call a function on ``nproc`` processes of each; return the results by rank."""
+    hosts = []
+    for side in SIDES:
+        ours, theirs = PROCESSES.Pipe(duplex=False)
+        host = PROCESSES.Process(target=_host, args=(theirs, side, nproc, fn, args))
+        host.start()
+        theirs.close()
+        hosts.append((host, ours))
+    results: dict[int, Any] = {}
     try:
-        return [_ended(node, timeout) for node in nodes]
+        for _, report in hosts:
+            assert report.poll(timeout), f"a host did not finish within {timeout:g} s"
+            results |= report.recv()
+        return [results[rank] for rank in sorted(results)]
     finally:
-        for node in nodes:
-            node.terminate()  # torchrun ends its ranks
-        for node in nodes:
-            node.wait(timeout=60)
+        for host, _ in hosts:
+            host.terminate()  # the agent ends its ranks
+        for host, _ in hosts:
+            host.join(60)
 
 
-def _ended(node: subprocess.Popen[Any], timeout: float) -> tuple[int, str, str]:
-    try:
-        out, err = node.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        node.terminate()
-        _, err = node.communicate(timeout=60)
-        raise AssertionError(f"a host did not finish within {timeout:g} s: {err[-2000:]}") from None
-    return node.returncode, out, err
+def _host(report: Connection, side: tuple[str, str, str], nproc: int, fn: Callable[..., Any], args: tuple) -> None:
+    """The agent of one host, from which its ranks are forked."""
+    (name, end, address), (_, _, first) = side, SIDES[0]
+    with open(f"/run/netns/{name}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"setns to {name}")
+    os.environ |= {"GLOO_SOCKET_IFNAME": end}
+    config = LaunchConfig(
+        2, 2, nproc, run_id="fpipe", rdzv_backend="c10d", rdzv_endpoint=f"{first}:29500", local_addr=address,
+        rdzv_configs={"is_host": address == first},  # both namespaces have the same host name
+        start_method="fork",
+    )  # fmt: skip
+    report.send(elastic_launch(config, fn)(*args))

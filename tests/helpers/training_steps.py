@@ -1,9 +1,8 @@
-"""Training steps for any group, which return hashes of their results; also a script for torchrun."""
+"""Training steps for any group, which return hashes of their results."""
 
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,12 +66,3 @@ def steps_under(names: Sequence[str], plans: Sequence[tuple[int, int]]) -> dict[
     """The steps under each schedule, in one process of a group."""
     group = fpipe.init(timeout=60)
     return {name: steps(group, name, plans) for name in names}
-
-
-if __name__ == "__main__":
-    results = steps_under(sys.argv[1].split(","), [(4, 2), (6, 3)])
-    gathered = fpipe.init(timeout=60).gather_objects(results)
-    if fpipe.init(timeout=60).here[0] == 0:
-        for name in results:
-            whole = {key: value for part in gathered for key, value in part[name].items()}
-            print(name, hashlib.sha256(repr(sorted(whole.items(), key=str)).encode()).hexdigest()[:12])

@@ -287,13 +287,24 @@ def test_it_follows_the_readers_light(view: Open, scheme: str):
 
 
 # ---- size -----------------------------------------------------------------------------------------------------------
+#: draws a frame, and returns how many calls of the canvas it takes
+CANVAS_CALLS = """(() => {
+    const canvas = CanvasRenderingContext2D.prototype;
+    let calls = 0;
+    for (const name of Object.getOwnPropertyNames(canvas)) {
+        const call = Object.getOwnPropertyDescriptor(canvas, name).value;
+        if (typeof call === "function")
+            canvas[name] = function (...all) { calls++; return call.apply(this, all); };
+    }
+    fpipe.where({scene: 0, rank: 0, index: 0});
+    return calls;
+})()"""
+
+
 def test_a_hundred_thousand_actions_stay_fluent(view: Open):
     page = view(make_schedule("ZBH1", 64, 512).simulate())
     assert page.evaluate("fpipe.state.scenes[0].lanes.reduce((sum, lane) => sum + lane.names.length, 0)") == 98304
-    frame = (
-        "(() => { const t = performance.now(); for (let k = 0; k < 5; k++) fpipe.where({scene: 0, rank: 0, index: 0});"
-    )
-    assert page.evaluate(frame + " return (performance.now() - t) / 5; })()") < 200  # ms, on a busy machine
+    assert page.evaluate(CANVAS_CALLS) < 40_000, "narrow neighbours are drawn as one"
     page.fill("#query", "7F300")
     page.press("#query", "Enter")
     assert page.inner_text("#chosen").startswith("7F300")

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from rl_data import cut, padded  # pyright: ignore[reportMissingImports]
 from rl_engine import Engine, log_probs, ppo, rollouts  # pyright: ignore[reportMissingImports]
 
-STEPS, PARTS, ROWS, LENGTH = 200, 4, 2, 16
+PARTS, ROWS, LENGTH = 4, 2, 16
 
 
 # ---- training on text -----------------------------------------------------------------------------------------------
@@ -31,12 +31,12 @@ def _model() -> tuple[Any, Any]:
     return gpt(Sizes(len(sonnets().letters), LENGTH, width=16, heads=2, layers=4), 4)
 
 
-def _curve(grads_of: Any, params: Any, over: Any = None) -> list[float]:
+def _curve(steps: int, grads_of: Any, params: Any, over: Any = None) -> list[float]:
     """The losses of the steps, for a function (params, x, y) -> (loss, grads)."""
     text = sonnets()
-    rules = fpipe.chain(fpipe.clip_by_global_norm(1.0, over=over), fpipe.adamw(3e-3))
+    rules = fpipe.chain(fpipe.clip_by_global_norm(1.0, over=over), fpipe.adamw(1e-2))
     state, losses = rules.init(params), []
-    for step in range(STEPS):
+    for step in range(steps):
         loss, grads = grads_of(params, *text.batch(step, ROWS * PARTS, LENGTH))
         updates, state = rules.update(grads, state, params)
         params = fpipe.apply_updates(params, updates)
@@ -44,17 +44,17 @@ def _curve(grads_of: Any, params: Any, over: Any = None) -> list[float]:
     return losses
 
 
-def _piped(schedule: str, group: Any) -> list[float]:
+def _piped(steps: int, schedule: str, group: Any) -> list[float]:
     stages, params = _model()
     pipe = fpipe.pipeline(stages, schedule, loss=cross_entropy, microbatches=PARTS, group=group)
-    return _curve(fpipe.value_and_grad(pipe), pipe.place(params), pipe)
+    return _curve(steps, fpipe.value_and_grad(pipe), pipe.place(params), pipe)
 
 
 @pytest.mark.xdist_group("trainers")
-def test_the_curve_on_two_and_four_processes_is_that_of_one(four: list[dict[str, Any]]):
+def test_the_curve_on_two_and_four_processes_is_that_of_one(four: list[dict[str, Any]], steps: int):
     stages, params = _model()
     plan = fpipe.make_schedule("1F1B", 1, PARTS, stages=4)
-    one = _curve(partial(_alone, stages, plan), params)
+    one = _curve(steps, partial(_alone, stages, plan), params)
     assert sum(one[-10:]) < 0.85 * sum(one[:10]), "nothing was learned"
     for rank, found in enumerate(four):
         assert found["PP=4"] == one, f"rank {rank} of four"
@@ -170,14 +170,19 @@ def test_the_engine_on_two_processes(four: list[dict[str, Any]]):
 
 
 # ---- four processes -------------------------------------------------------------------------------------------------
-def _everything() -> dict[str, Any]:
+def _everything(steps: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    found: dict[str, Any] = {"PP=4": _piped("1F1B", fpipe.init(pp=4))}
+    found: dict[str, Any] = {"PP=4": _piped(steps, "1F1B", fpipe.init(pp=4))}
     group = fpipe.init(pp=2, dp=2)  # two independent pipelines
-    found["PP=2"] = _piped("ZBV", group)
+    found["PP=2"] = _piped(steps, "ZBV", group)
     return found | {"rl": _rl(group)}
 
 
 @pytest.fixture(scope="module")
-def four() -> list[dict[str, Any]]:
-    return fpipe.launch(_everything, ranks=4, timeout=300)
+def steps(long: bool) -> int:
+    return 200 if long else 50
+
+
+@pytest.fixture(scope="module")
+def four(steps: int) -> list[dict[str, Any]]:
+    return fpipe.launch(_everything, steps, ranks=4, timeout=300)
