@@ -10,6 +10,7 @@ import click
 from ..errors import ScheduleError
 from ..generators import about_schedule, comparison, schedule_names
 from .options import INVALID, Count, as_usage_error, bounded, costs_option, counts, parse_costs, read_file, report_error
+from .options import check as check_schedule
 
 
 @click.command()
@@ -30,7 +31,7 @@ def check(files: tuple[str, ...], ranks: int | None, forward_only: bool) -> int:
             schedule = read_file(Path(file))
             if ranks is not None and schedule.ranks != ranks:
                 raise ScheduleError(f"the schedule has {schedule.ranks} ranks, not {ranks}", rule="ranks")
-            schedule.check(training=not forward_only)
+            check_schedule(schedule, training=not forward_only)
         except ScheduleError as error:
             status = report_error(f"{file}: {error}", INVALID)
             continue

@@ -16,6 +16,7 @@ from ..generators import is_path, read_schedule, schedule_from
 from ..schedule import Schedule
 from ..schedules.costs import Costs
 from ..schedules.files import read_bytes
+from .progress import progress
 
 MOST_COSTS = 16 << 20  #: bytes of a file of costs
 INVALID = 1  #: exit status for a schedule that is not valid
@@ -87,7 +88,8 @@ def read_file(path: Path) -> Schedule:
     """The schedule in a file: brackets or CSV."""
     if not path.is_file():
         raise usage_error(f"there is no file {str(path)!r}")
-    return read_schedule(path)
+    with progress(f"reading {path}") as track:
+        return read_schedule(path, track)
 
 
 def named_schedule(source: str, ranks: int | None, microbatches: int | None, stages: int | None = None) -> Schedule:
@@ -106,7 +108,13 @@ def named_schedule(source: str, ranks: int | None, microbatches: int | None, sta
 def checked(schedule: Schedule) -> Schedule:
     """The schedule after a check, for forward passes alone if it has only those."""
     ops = {part.op for row in schedule for action in row for part in action.parts}
-    return schedule.check(training=ops != {"F"})
+    return check(schedule, training=ops != {"F"})
+
+
+def check(schedule: Schedule, training: bool = True) -> Schedule:
+    """The schedule after a check."""
+    with progress(f"checking the schedule of {schedule.ranks} ranks"):
+        return schedule.check(training=training)
 
 
 def check_suffix(path: str, suffixes: Collection[str], option: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from operator import index
 from os import PathLike
@@ -158,8 +158,8 @@ def is_path(source: str) -> bool:
     return os.path.isfile(source) and _key(source) not in _KNOWN
 
 
-def read_schedule(path: str | PathLike[str]) -> Schedule:
-    """The schedule in a text file, written as CSV or as ``str(schedule)`` writes it.
+def read_schedule(path: str | PathLike[str], track: Callable[[list[str]], Iterable[str]] = iter) -> Schedule:
+    """The schedule in a text file, written as CSV or as ``str(schedule)`` writes it; ``track`` yields its lines.
 
     >>> import tempfile
     >>> file = Path(tempfile.mkdtemp(), "plan.txt")
@@ -169,7 +169,7 @@ def read_schedule(path: str | PathLike[str]) -> Schedule:
     """
     text = read_text(path)
     parse = parse_rows if text[:4096].lstrip(" \t\r\n").startswith("[") else parse_csv
-    return Schedule(parse(text), name=Path(path).stem)
+    return Schedule(parse(text, track), name=Path(path).stem)
 
 
 @overload

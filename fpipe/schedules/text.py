@@ -12,7 +12,7 @@ the expected text; no text raises another exception. ``check`` validates the act
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from ..errors import ScheduleError
 from .actions import Action, AnyAction, Fused, Row
@@ -57,8 +57,8 @@ def format_csv(rows: Iterable[Iterable[AnyAction]]) -> str:
     return "".join(",".join(map(str, row)) + "\n" for row in rows)
 
 
-def parse_rows(text: str) -> tuple[Row, ...]:
-    """The rows that :func:`format_rows` wrote.
+def parse_rows(text: str, track: Callable[[list[str]], Iterable[str]] = iter) -> tuple[Row, ...]:
+    """The rows that :func:`format_rows` wrote; ``track`` yields their lines, for a display of progress.
 
     >>> parse_rows("[0F0, 0B0]")
     ((0F0, 0B0),)
@@ -70,7 +70,7 @@ def parse_rows(text: str) -> tuple[Row, ...]:
                  ^^^^
     """
     rows: list[Row] = []
-    for number, line in enumerate(_lines(text), 1):
+    for number, line in enumerate(track(_lines(text)), 1):
         body = line.strip(_BLANK)
         if not body:
             continue
@@ -86,8 +86,8 @@ def parse_rows(text: str) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def parse_csv(text: str) -> tuple[Row, ...]:
-    """The rows of a CSV, each line one rank; cells that are not compute are dropped.
+def parse_csv(text: str, track: Callable[[list[str]], Iterable[str]] = iter) -> tuple[Row, ...]:
+    """The rows of a CSV, each line one rank; cells that are not compute are dropped. ``track`` is as above.
 
     >>> parse_csv("0UNSHARD,0F0,0SEND_F0,,0RECV_B0,0WAIT_SEND_F0,0B0")
     ((0F0, 0B0),)
@@ -95,7 +95,7 @@ def parse_csv(text: str) -> tuple[Row, ...]:
     lines = _lines(text.removeprefix("\ufeff"))
     if lines[-1] == "":
         lines.pop()
-    places = (_Place(line, number, number - 1) for number, line in enumerate(lines, 1))
+    places = (_Place(line, number, number - 1) for number, line in enumerate(track(lines), 1))
     return tuple(tuple(_cells(place.line, place, 0, csv=True)) for place in places)
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import click
 import pytest
 
 from fpipe.command import checking, cli
+from fpipe.command.progress import Track
 from fpipe.errors import ScheduleError
 from fpipe.generators import comparison, make_schedule, schedule_names
+from fpipe.schedule import Schedule
 from fpipe.schedules.costs import Costs
 
 GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
@@ -371,3 +375,29 @@ def test_our_own_options_are_documented():
         assert command is not None
         for option in command.params:
             assert isinstance(option, click.Argument) or option.help, (command.name, option.name)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_long_file_shows_progress_on_a_terminal(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """A file of 21 MB took half a minute, and nothing was shown."""
+    Path("plan.csv").write_text(GOOD)
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: terminal)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr("fpipe.command.progress.AFTER", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
+
+    def slow(path: Path, track: Track) -> Schedule:
+        end = time.monotonic() + 30
+        for line in track(GOOD.splitlines()):
+            seen = "50%" if line[0] == "1" else "reading"
+            while terminal and time.monotonic() < end and seen not in screen.getvalue():
+                time.sleep(0.01)
+        return Schedule.from_csv(path)
+
+    monkeypatch.setattr("fpipe.command.options.read_schedule", slow)
+    assert cli.main(["check", "plan.csv"]) == 0
+    assert "2 ranks, 2 stages, 2 microbatches" in capsys.readouterr().out
+    assert ("reading plan.csv" in screen.getvalue()) == terminal == bool(screen.getvalue())

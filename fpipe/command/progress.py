@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The progress of work that takes longer than a second, as one line on standard error, if that is a terminal.
+
+The line is drawn by a thread and erased at the end. This module must not know schedules.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias, TypeVar
+
+T = TypeVar("T")
+#: Passes items on, and counts them.
+Track: TypeAlias = Callable[[Sequence[Any]], Iterator[Any]]
+AFTER = 1.0  #: seconds until the line appears
+_END = 1.0  #: seconds for the thread to erase it
+_EVERY = 0.1  #: seconds between two pictures of it
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Track]:
+    """Around the work; ``track(items)`` yields the items, and lets the line show how many were processed.
+
+    >>> with progress("reading") as track:
+    ...     list(track([1, 2]))
+    [1, 2]
+    """
+    counts, done = [0, 0], threading.Event()  # items that were processed, and all of them
+
+    def track(items: Sequence[T]) -> Iterator[T]:
+        counts[1] = len(items)
+        for item in items:
+            yield item
+            counts[0] += 1
+
+    thread = threading.Thread(target=_show, args=(what, counts, done), name="fpipe-progress", daemon=True)
+    if sys.stderr.isatty():
+        thread.start()
+    try:
+        yield track
+    finally:
+        done.set()
+        if thread.ident is not None:
+            thread.join(_END)
+
+
+def _show(what: str, counts: Sequence[int], done: threading.Event) -> None:
+    if done.wait(AFTER):
+        return
+    from rich.console import Console  # slow, and seldom needed
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as line:
+        task = line.add_task(what, total=None)
+        while not done.wait(_EVERY):
+            line.update(task, completed=counts[0], total=counts[1] if counts[1] > 1 else None)
