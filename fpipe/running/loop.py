@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interpreter: one short loop over a plan, a generator that yields only where it must wait.
+"""The interpreter: one short loop over a plan, a generator that yields only where it may have to wait.
 
 ``bind`` turns each instruction into a small function of the registers (``steps``), once; ``execute`` runs them.
 ``drive`` runs one rank per process, or all ranks of a local group in turn, by the same code. Nothing here knows
