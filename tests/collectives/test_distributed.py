@@ -42,6 +42,7 @@ def whole(parts: Sequence[dict[Any, str]]) -> dict[Any, str]:
     return table
 
 
+@pytest.mark.timeout(300)  # of busy machines: 18 schedules on two and on four processes
 @pytest.mark.xdist_group("launched")
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", NAMES)
