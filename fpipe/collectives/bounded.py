@@ -140,9 +140,9 @@ class BoundedStore:
         """Add to a counter, and return it."""
         return self._run(lambda store: store.add(key, number))
 
-    def delete_key(self, key: str) -> bool:
-        """Delete a key; whether it was set."""
-        return self._run(lambda store: store.delete_key(key))
+    def delete(self, *keys: str) -> None:
+        """Delete keys, with one bound for all."""
+        self._run(lambda store: [store.delete_key(key) for key in keys])
 
     @property
     def lost(self) -> bool:

@@ -50,8 +50,8 @@ class Rendezvous:
         raw = self._encoded(obj)
         with monitor.waiting(None, "to meet"):
             store.set(f"round/{number}/{monitor.rank}", raw)
-            if number >= 2:  # a rank in round n-1 has read all of round n-2
-                store.delete_key(f"round/{number - 2}/{monitor.rank}")
+            if number >= 2:  # a rank in round n-1 has read all of round n-2, and rank 0 has left it
+                store.delete(*(f"{kind}/{number - 2}/{monitor.rank}" for kind in ("round", "left")))
         objects = [obj if rank == monitor.rank else self._read(number, rank) for rank in range(monitor.size)]
         self._leave(number)
         return objects
@@ -103,9 +103,7 @@ class Rendezvous:
                 for other in range(1, size):
                     self._store.appears(f"left/{number}/{other}", end, _POLL)
                 return
-            store.set(f"left/{number}/{rank}", "")
-            if number >= 2:
-                store.delete_key(f"left/{number - 2}/{rank}")
+            store.set(f"left/{number}/{rank}", "")  # without an answer: a store that is lost delays no rank
         except RuntimeError:  # all objects were read: the next message reports a rank that is gone
             return
 

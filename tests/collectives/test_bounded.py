@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -15,7 +16,9 @@ import torch.distributed as dist
 
 import stopped_host
 from fpipe.collectives.bounded import SECRET, BoundedStore, StoreLostError
+from fpipe.collectives.faults import FaultMonitor
 from fpipe.collectives.meeting import meet
+from fpipe.collectives.rendezvous import Rendezvous
 from fpipe.collectives.shared_memory import SWITCH
 from fpipe.command.launch import _context
 from fpipe.command.outcome import store as launcher_store
@@ -73,6 +76,20 @@ def test_a_part_of_a_wait_does_not_shorten_the_time_of_the_store(stopped):
     stop()
     threading.Timer(1.5, go_on).start()
     assert not bounded.appears("other", start + 30, 0.01, start + 0.1)
+
+
+@pytest.mark.xdist_group("bounded")
+def test_a_rank_leaves_a_round_without_an_answer_of_the_store(stopped):
+    """It waited for its time-out and did not say so; only then the next round did."""
+    store, stop, _ = stopped
+    bounded = BoundedStore(store, 3.0)
+    monitor = FaultMonitor(bounded, 1, 2, 3.0)
+    bounded.set("key", "value")
+    stop()
+    start = time.monotonic()
+    Rendezvous(bounded, monitor, lambda: None, count().__next__)._leave(5)
+    assert time.monotonic() - start < 1
+    monitor.journal.close()
 
 
 @pytest.mark.xdist_group("bounded")
