@@ -191,6 +191,8 @@ def _items(one: Operation, readers: Sequence[Operation]) -> tuple[list[str], int
 
 def _excess(own: Programs, program: Program, dropped: dict[str, int]) -> int:
     """The most bytes that a program holds beyond those held before it; it may free the inputs ``dropped``, by size."""
+    if own.eager:
+        return own.during.get(program.name[:1], 0)
     last: dict[str, int] = {}
     root = {name: held.root for name, held in own.memory.items()}
     made = {one.name for one in program.operations}

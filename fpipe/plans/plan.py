@@ -165,8 +165,8 @@ class Plan:
 
     ``feeds`` maps values to the slots that hold them before the start, ``results`` to those that hold them at the end.
     ``split`` is the first instruction after the last forward (for ``vjp``). ``peak`` is the most bytes held at once,
-    parameters and the caller's batch aside. With ``engine="eager"`` it is a lower bound: autograd's temporary memory
-    inside a program is not counted, which was up to 0.67 times as much again.
+    parameters and the caller's batch aside. With ``engine="eager"`` it is an estimate, and a lower bound for stages
+    that look at their data: what autograd allocates inside a program is then not known.
     """
 
     rank: int

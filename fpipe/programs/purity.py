@@ -18,7 +18,7 @@ from .internals import Op, returns_views, storage_id, written
 _FRESH = torch.ops.aten.lift_fresh.default  # torch.tensor(...): its schema says view, but nobody else has the memory
 
 
-class _Around(TorchDispatchMode):
+class Around(TorchDispatchMode):
     """Runs every operation by ``run(op, args, kwargs)``."""
 
     supports_higher_order_operators = True
@@ -67,7 +67,7 @@ def pure_on_fakes(
             views[storage_id(result)] = result.untyped_storage()
         return result
 
-    return _Around(run)
+    return Around(run)
 
 
 def pure_on_numbers(label: str, arguments: Iterable[torch.Tensor]) -> TorchDispatchMode:
@@ -83,7 +83,7 @@ def pure_on_numbers(label: str, arguments: Iterable[torch.Tensor]) -> TorchDispa
         local.update(set(map(_storage, _tensors([result]))) - inputs)
         return result
 
-    return _Around(run)
+    return Around(run)
 
 
 @contextmanager
@@ -111,7 +111,7 @@ def unseeded(label: str) -> Iterator[None]:
 
     stream.manual_seed(expected)
     try:
-        with _Around(run):
+        with Around(run):
             yield
         check()
     finally:

@@ -8,7 +8,7 @@ The values of one stage share a namespace: ``p0..`` parameters, ``x0..`` inputs,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -52,6 +52,7 @@ class Programs:
     memory: Mapping[str, Held]  # by value
     fresh: frozenset[str] = frozenset()  # gradients that share no memory, into which others may be added
     eager: bool = False
+    during: Mapping[str, int] = field(default_factory=dict)  # of an eager stage: bytes that programs hold beyond others
     compiled: bool = False
     label: str = ""
     #: Of programs for other sizes than those of the trace: those of the trace, and how one of them is resized.

@@ -86,6 +86,20 @@ def test_a_step_holds_what_its_plan_foretells(name: str, schedule: str):
     assert abs(predicted / held - 1) < 0.02
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBV"])
+@pytest.mark.parametrize("name", ["mlp", "remat", "cnn"])
+def test_a_step_on_autograd_holds_about_what_its_plan_foretells(name: str, schedule: str):
+    """What autograd allocates inside a program was not counted: the prediction was down to 0.61 times what was held."""
+    stage, make, shape = MODELS[name]
+    state = [{"mean": torch.zeros(8), "var": torch.ones(8)}] * 4 if name == "cnn" else None
+    stages = fpipe.make_schedule(schedule, 1, PARTS).stages * (4 if schedule == "1F1B" else 1)
+    predicted, held = predicted_and_held(
+        [stage] * stages, [make() for _ in range(stages)], shape, schedule,
+        state=state and state[:stages], engine="eager",
+    )  # fmt: skip
+    assert 0.91 < predicted / held < 1.45
+
+
 def median(p, x):
     """Takes one result of an operation that makes two."""
     return layer(p, x) + torch.cat([x.detach()] * 8, -1).sort(-1)[0][:, :D]

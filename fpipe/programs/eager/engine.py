@@ -288,8 +288,20 @@ class _Engine:
             grad_avals=dx_avals,
             memory={name: Held(name, nbytes) for name, nbytes in sizes.items() if nbytes is not None},
             eager=True,
+            during=self._during(sum(sizes[name] or 0 for name in dps)),
             label=self.stage.label,
         )  # fmt: skip
+
+    def _during(self, gradients: int) -> dict[str, int]:
+        """The most bytes that each program holds beyond those before, as far as they are known.
+
+        I leaves the gradients of parameters to W, which computes all before it adds them up. W frees what I kept in
+        parts; half of that is taken as free when most is held.
+        """
+        during = self.facts.during
+        both = during.get("B", 0)
+        weights = max(0, gradients - (self.facts.kept or 0) // 2)
+        return {"F": during.get("F", 0), "B": both, "I": max(0, both - gradients), "W": weights}
 
     def _program(
         self, letter: str, run: Callable[[list[Any]], tuple[Any, ...]], inputs: Sequence[str], outputs: Sequence[str]

@@ -31,6 +31,7 @@ from ..internals import gradient_bytes, storage_id, versions
 from ..purity import pure_on_fakes, pure_on_numbers
 from ..signature import Outputs, Result, Signature, call, entering, outputs_from, writes_into_leaf
 from .autograd_split import all_nodes, both, saved_tensors, survey
+from .meter import Meter, meter
 
 Groups: TypeAlias = list[list[Any]]
 
@@ -41,7 +42,7 @@ class StageFacts:
 
     ``passed`` are the outputs that are inputs, by index, ``captured`` those that are captured tensors. ``saved`` and
     ``kept`` are the bytes held from F to I and from I to W, where known; ``dx`` the gradients of the inputs
-    that have one, where known.
+    that have one, where known. ``during`` are the most bytes that F and B hold beyond those before, where known.
     """
 
     outputs: Outputs
@@ -50,6 +51,7 @@ class StageFacts:
     saved: int | None = None
     kept: int | None = None
     dx: Mapping[int, Aval] | None = None
+    during: Mapping[str, int] = field(default_factory=dict)
 
 
 @torch.inference_mode(False)
@@ -137,12 +139,13 @@ def _observed(
 ) -> StageFacts:
     """Run the function once, and once more on copies where it writes into its input."""
     for copies in (False, True):
+        count = meter()
         groups = [argument.map(create) for argument in signature]
         before = list(map(versions, groups))
         on_numbers = partial(pure_on_numbers, arguments=filter(tree.is_tensor, chain(*groups)))
         try:
             given = [groups[0], entering(signature.x, groups[1]), *groups[2:]]
-            with (pure_on_fakes if create is fake.empty else on_numbers)(stage.label):
+            with (pure_on_fakes if create is fake.empty else on_numbers)(stage.label), count.mode:
                 result = run_recording(stage, signature, given, copies)
         except RuntimeError as error:
             if copies or not writes_into_leaf(error):
@@ -157,12 +160,14 @@ def _observed(
     ys = tree.leaves(result.y)
     passed = {j: inputs[id(ys[j])] for j in outputs.y.avals if id(ys[j]) in inputs}
     real = (j for j in outputs.y.avals if create is fake.empty and not fake.is_fake(ys[j]))
-    facts = StageFacts(outputs, passed, frozenset(real))
+    facts = StageFacts(outputs, passed, frozenset(real), during={"F": count.peak[0]})
     used = [ys[j] for j in outputs.y.avals if j not in unused]
-    return _with_graph(stage, facts, groups, used if result.aux is None else [*used, result.aux])
+    return _with_graph(stage, facts, groups, used if result.aux is None else [*used, result.aux], count)
 
 
-def _with_graph(stage: Stage, facts: StageFacts, groups: Groups, outs: Sequence[torch.Tensor]) -> StageFacts:
+def _with_graph(
+    stage: Stage, facts: StageFacts, groups: Groups, outs: Sequence[torch.Tensor], count: Meter
+) -> StageFacts:  # fmt: skip
     """Add what the recorded graph shows: bytes and the strides of input gradients. Refuses captured gradients."""
     ends = {t: get_gradient_edge(t) for t in outs if t.requires_grad}
     if not ends:
@@ -184,13 +189,22 @@ def _with_graph(stage: Stage, facts: StageFacts, groups: Groups, outs: Sequence[
         return facts
     cotangents = [(edge, torch.empty_like(t)) for t, edge in ends.items()]
     try:
-        with pure_on_fakes(stage.label, other_parameters_error):
+        count.peak[0] = before = count.now[0]
+        with pure_on_fakes(stage.label, other_parameters_error), count.mode:
             dxs, _ = both(cotangents, xs, ps)
     except FpipeError:
         raise
     except Exception:  # a backward that looks at its data
         return facts
-    return replace(facts, dx={i: stored_in_full(Aval.like(g)) for i, g in dxs.items() if g is not None})
+    during = _with_backward(stage, facts.during, count.peak[0] - before)
+    return replace(facts, dx={i: stored_in_full(Aval.like(g)) for i, g in dxs.items() if g is not None}, during=during)
+
+
+def _with_backward(stage: Stage, forward: Mapping[str, int], backward: int) -> Mapping[str, int]:
+    """The most bytes that F and B hold beyond those before; the B of a stage under remat records the graph first."""
+    if isinstance(stage.fn, Remat):
+        return {"B": forward["F"] + backward}
+    return {**forward, "B": backward}
 
 
 def stored_in_full(aval: Aval) -> Aval:

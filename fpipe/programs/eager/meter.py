@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts the bytes that operations allocate, on fake tensors too. This module must not know stages."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ... import tree
+from ..internals import Op, storage_id
+from ..purity import Around
+
+
+class Meter(NamedTuple):
+    """A mode that counts, and the bytes in memory now and at most."""
+
+    mode: Around
+    now: list[int]
+    peak: list[int]
+
+    def above(self) -> int:
+        """The most bytes above those in memory now."""
+        return self.peak[0] - self.now[0]
+
+
+def meter() -> Meter:
+    """A meter that counts memory from its allocation under the mode until it is freed, also outside of the mode.
+
+    >>> count = meter()
+    >>> with count.mode:
+    ...     total = (torch.ones(8) + 1).sum()
+    >>> count.now, count.peak
+    ([4], [64])
+    """
+    now, peak, known = [0], [0], set[int]()
+
+    def ended(key: int, nbytes: int) -> None:
+        known.discard(key)
+        now[0] -= nbytes
+
+    def run(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        result = op(*args, **kwargs)
+        given = {storage_id(part) for leaf in tree.leaves((args, kwargs)) for part in _parts(leaf)}
+        for tensor in (part for leaf in tree.leaves(result) for part in _parts(leaf)):
+            key, storage = storage_id(tensor), tensor.untyped_storage()
+            if key not in given and key not in known and storage.nbytes():
+                known.add(key)
+                now[0] += storage.nbytes()
+                peak[0] = max(peak[0], now[0])
+                weakref.finalize(storage, ended, key, storage.nbytes())
+        return result
+
+    return Meter(Around(run), now, peak)
+
+
+def _parts(leaf: Any) -> list[torch.Tensor]:
+    return list(tree.parts(leaf)) if tree.is_tensor(leaf) else []
