@@ -8,12 +8,14 @@ from types import FrameType
 from typing import Any
 
 
-def lines(call: Callable[[], Any]) -> int:
-    """The lines that this thread runs in a call."""
+def lines(call: Callable[[], Any], without: str = "\0") -> int:
+    """The lines that this thread runs in a call; not those of files whose names begin with ``without``."""
     count, before = 0, sys.gettrace()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal count
+        if frame.f_code.co_filename.startswith(without):
+            return None
         count += event == "line"
         return trace
 
