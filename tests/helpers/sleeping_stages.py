@@ -11,30 +11,20 @@ import fpipe
 from fpipe.running.profile.profiling import Measuring
 
 UNIT = 0.05  #: seconds; long beside the pauses of a loaded machine
-LATE, ATTEMPTS = 0.01, 3  #: naps that end later are those of a busy machine, on which the step is measured again
-
-
-def sleep(seconds: float) -> None:
-    """Sleep, and note how much later than asked it ended."""
-    begin = time.perf_counter()
-    time.sleep(seconds)
-    Nap.late = max(Nap.late, time.perf_counter() - begin - seconds)
 
 
 class Nap(torch.autograd.Function):
     """Sleeps one unit forwards and two backwards."""
 
-    late = 0.0
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, units: float) -> torch.Tensor:
         ctx.units = units
-        sleep(units * UNIT)
+        time.sleep(units * UNIT)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        sleep(2 * ctx.units * UNIT)
+        time.sleep(2 * ctx.units * UNIT)
         return grad.clone(), None
 
 
@@ -57,18 +47,15 @@ def measured(microbatches: int, folder: str) -> dict[str, Any]:
     params, x = pipe.place([torch.ones(())] * 2), torch.ones(microbatches)
     step = fpipe.value_and_grad(pipe)
     plain = step(params, x)
-    for _ in range(ATTEMPTS):
-        Nap.late = 0.0
-        profiled = fpipe.profile(step, name="naps")
-        result = profiled(params, x)
-        measuring = Measuring(pipe, params, x)
-        measuring.step()
-        if max(group.gather_objects(Nap.late)) < LATE:
-            break
+    profiled = fpipe.profile(step, name="naps")
+    result = profiled(params, x)
+    measuring = Measuring(pipe, params, x)
+    measuring.step()
     if group.here[0] == 0:
         profiled.save(f"{folder}/naps.html")
         profiled.save(f"{folder}/naps.json")
     return {
         "same": torch.equal(plain[0], result[0]), "timeline": profiled.timeline, "simulated": profiled.simulated,
         "costs": profiled.costs, "measured": measuring.costs(), "text": str(profiled),
+        "whole and split": [each.timeline for each in measuring._profiles],
     }  # fmt: skip
