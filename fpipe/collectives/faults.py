@@ -180,7 +180,8 @@ class FaultMonitor:
     def _without_store(self, trail: Trail, one: bool) -> Trail:
         """Where the store does not answer: what another rank concluded before, else its host is the first suspect.
 
-        If that is no rank, the ``one`` rank that this one waits for is a suspect too: the network may be cut.
+        If that is no rank, the ``one`` rank that this one waits for is a suspect too: the network may be cut. If the
+        store was lost during the search, its host may have ended with an error: the rank that was found remains.
         """
         known = self.journal.concluded
         if known is not None:
@@ -189,8 +190,8 @@ class FaultMonitor:
         lost = f"the store of the job does not answer ({name} hosts it)"
         text = "; ".join(filter(None, [trail.text, lost]))
         if rank is None:
-            return Trail(text, trail.suspect if one else None, host=name)
-        return Trail(text, trail.suspect if rank == self.me else rank)
+            return Trail(text, trail.suspect if one or trail.read else None, host=name)
+        return Trail(text, trail.suspect if rank == self.me or trail.read else rank)
 
     def _advice(self, trail: Trail) -> str:
         """Which process to examine, with its host and number."""

@@ -24,13 +24,15 @@ _SOON = 0.5  #: seconds to wait for the report of a rank whose connection broke
 class Trail(NamedTuple):
     """A chain of ranks, each stopped by the next, as text; the last one, and whether it reported its failure.
 
-    ``host``: the process that hosts the store and is no rank, if that may be the cause.
+    ``host``: the process that hosts the store and is no rank, if that may be the cause. ``read``: entries of the
+    journal led to it.
     """
 
     text: str
     suspect: int | None
     raised: bool = False
     host: str = ""
+    read: bool = False
 
 
 class _Visit(NamedTuple):
@@ -39,6 +41,7 @@ class _Visit(NamedTuple):
     kind: int
     rank: int
     text: str
+    read: bool = False
 
 
 def search(journal: Journal, me: int, peers: Sequence[int], lost: bool) -> Trail:
@@ -46,7 +49,7 @@ def search(journal: Journal, me: int, peers: Sequence[int], lost: bool) -> Trail
     best, seen = _walk(journal, me, peers, lost, frozenset())
     if best is not None and best.kind > _GONE and not journal.lost:
         best, _ = _walk(journal, me, peers, lost, _silent(journal, seen - {me}))
-    return Trail("", None) if best is None else Trail(best.text, best.rank, best.kind == _RAISED)
+    return Trail("", None) if best is None else Trail(best.text, best.rank, best.kind == _RAISED, read=best.read)
 
 
 def _walk(
@@ -62,6 +65,7 @@ def _walk(
         seen.add(rank)
         failure, last = _report(journal, rank, gone), journal.last(rank)
         visit = _visit(rank, failure, last, gone, rank in silent, way, not journal.lost)
+        visit = visit._replace(read=bool(failure or last or way))
         if best is None or visit.kind < best.kind or visit.kind == best.kind == _WAITS:
             best = visit  # of ranks that wait in a circle, the last one
         if visit.kind <= _GONE:

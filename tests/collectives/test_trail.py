@@ -96,6 +96,23 @@ def test_a_rank_that_cannot_connect_reports_why():
     assert "Rank 0 raised ValueError: no such backend" in str(error)
 
 
+def test_a_store_that_is_lost_during_the_search_does_not_hide_what_was_found(monkeypatch: pytest.MonkeyPatch):
+    """Rank 0 hosts the store, waited for rank 2, and ended with its error while rank 1 read the journals."""
+    monkeypatch.setattr(faults, "host", lambda: ("rank 0", 0))
+    with journals(3) as (store, found):
+        found[0].peers = (2,)
+        found[0].write()
+
+        def last(rank: int) -> journal.Entry | None:
+            found[1]._gone = rank == 2
+            return None if rank == 2 else found[0].last(0)
+
+        monkeypatch.setattr(found[1], "last", last)
+        text = str(monitor(store, found, 1, [0, 1, 2]).diagnose(RuntimeError("timed out"), 0, "for"))
+    assert "Rank 0 waits for rank 2; the store of the job does not answer" in text
+    assert "Look at rank 2 first" in text
+
+
 @pytest.mark.parametrize(
     ("error", "peer", "first"),
     [
