@@ -57,7 +57,7 @@ def loss_stage(loss: Callable[..., Any], has_aux: bool) -> Stage:
     """A loss as a stage without parameters whose input is (output, *targets)."""
     stage = as_stage(loss)
     like = None if stage.like is None else LossCall(stage.like, has_aux)
-    return Stage(LossCall(stage.fn, has_aux), name=stage.label, engine=stage.engine, like=like)
+    return Stage(LossCall(stage.fn, has_aux), name=stage.label, engine=stage.engine, like=like, dynamic=stage.dynamic)
 
 
 def loss_sides(loss: Callable[..., Any] | None) -> tuple[str, ...]:

@@ -167,7 +167,7 @@ def _by_row(config: Config, number: int, probing: bool) -> Stage:
 
         return call
 
-    return wrapped(stage, by_row, like=False)
+    return replace(wrapped(stage, by_row, like=False), dynamic=False)  # torch.func.vmap reads sizes as numbers
 
 
 def _row_loss(loss: Stage, probing: bool) -> Stage:
@@ -187,7 +187,7 @@ def _row_loss(loss: Stage, probing: bool) -> Stage:
 
         return call
 
-    return wrapped(loss, by_row, like=False)
+    return replace(wrapped(loss, by_row, like=False), dynamic=False)
 
 
 def _over_rows(fn: Callable[[Sequence[Tensor], Tree], Tree], apart: Sequence[Tensor], batch: Tree) -> Tree:
