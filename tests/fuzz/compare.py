@@ -87,7 +87,8 @@ def within_error(case: Case, plain: Expected, low: Expected, reference: Expected
         if not x.is_floating_point() or not torch.equal(x.isfinite(), y.isfinite()):
             return same_bits(x, y)
         worst = lambda a: float((a.double() - ref.double()).abs().nan_to_num().max())
-        allowed = FACTOR * (ratio * worst(lo) + step * float(ref.double().abs().nan_to_num().max()))
+        size = max(1.0, float(ref.double().abs().nan_to_num().max()))  # a small value is a sum of numbers of about 1
+        allowed = FACTOR * (ratio * worst(lo) + step * size)
         return "" if worst(x) <= allowed else f"has the error {worst(x):.3g}, where {allowed:.3g} is allowed"
 
     return leaf
