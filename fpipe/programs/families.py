@@ -18,7 +18,7 @@ from ..stage import Stage
 from ..tree import AbstractTree, Aval, arriving
 from .explain import first_line, where, where_in
 from .signature import Signature
-from .sizes import Formulas, at
+from .sizes import Formulas, Numbers, at
 from .stage_programs import Programs
 from .symbols import Symbols
 from .tracing import traced
@@ -50,8 +50,8 @@ class Family:
     formulas: Formulas
     traced: Programs
 
-    def programs(self, label: str, signature: Signature) -> Programs | None:
-        """The programs for a signature, if the trace holds for it."""
+    def numbers(self, signature: Signature) -> Numbers | None:
+        """The numbers of the trace for a signature, if it holds for it."""
         sizes = [{signature[a.argument].avals[a.leaf].shape[a.axis] for a in axes} for axes in self.axes]
         if any(len(found) != 1 for found in sizes):
             return None
@@ -63,7 +63,7 @@ class Family:
                 expected, found = at(aval, numbers), given.avals[leaf]
                 if expected.shape != found.shape or expected.stride != found.stride:
                     return None
-        return self.traced.at(numbers, f"{label} {signature}")
+        return numbers
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,10 @@ class Families:
 
     def programs(self, label: str, signature: Signature) -> Programs | None:
         """The programs for a signature from a trace that is here."""
-        found = (family.programs(label, signature) for family in self.families)
-        return next((programs for programs in found if programs is not None), None)
+        for family in self.families:
+            if (numbers := family.numbers(signature)) is not None:
+                return family.traced.at(numbers, f"{label} {signature}")
+        return None
 
     def extended(self, stage: Stage, signature: Signature, unused: frozenset[int], occasion: object) -> Families:
         """With a symbolic trace that serves a signature, or with the signature among those that get their own trace.
@@ -125,7 +127,7 @@ def _traced(stage: Stage, signature: Signature, unused: frozenset[int], axes: Se
     place = symbols.fixed(varied)
     if place is not None:
         raise RuntimeError(f"a size is used as a Python number{where_in(place)}")
-    if family.programs(stage.label, signature) is None:
+    if family.numbers(signature) is None:
         raise RuntimeError("its conditions do not hold for the sizes that it was traced with")
     return family
 

@@ -55,7 +55,9 @@ class Operation:
     def at(self, numbers: Numbers) -> Operation:
         """The operation for other sizes; the same one where it does not depend on them."""
         fields = (self.args, self.kwargs, self.reads, self.value)
-        args, kwargs, reads, value = (sizes.at(each, numbers) for each in fields)
+        args, kwargs, reads, value = others = tuple(sizes.at(each, numbers) for each in fields)
+        if all(new is old for new, old in zip(others, fields, strict=True)):
+            return self
         return replace(self, args=args, kwargs=kwargs, reads=reads, value=value)
 
 

@@ -130,5 +130,6 @@ def at(value: Any, numbers: Numbers) -> Any:
         make: Callable[[list[Any]], Any] = getattr(value, "_make", type(value))  # a named tuple, or a plain one
         return make(items)
     if isinstance(value, dict):
-        return {key: at(item, numbers) for key, item in value.items()}
+        other = {key: at(item, numbers) for key, item in value.items()}
+        return value if all(other[key] is item for key, item in value.items()) else other
     return value

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Symbolic sizes of fake tensors: everything that fpipe uses of torch's symbolic shapes.
 
-Works on torch 2.11 to 2.15 (``tests/programs/test_symbols.py``). Knows numbers and expressions, no tensors or stages.
+Works on torch 2.11 to 2.15 (``tests/programs/test_families.py``). Knows numbers and expressions, no tensors or stages.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ _PATTERNS: dict[object, str] = {
     getattr(torch, "_sym_sqrt", None): "math.sqrt({})",
 }  # fmt: skip
 #: What the texts of expressions refer to.
-NAMES: Mapping[str, Any] = {"math": __import__("math"), "torch": torch}
+NAMES: Mapping[str, Any] = {"math": math, "torch": torch}
 
 
 @dataclass(frozen=True)

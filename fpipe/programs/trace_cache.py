@@ -96,7 +96,10 @@ def programs_of(
         with exclusive():  # torch's tracing changes state of the process
             if isinstance(store, _Traces):
                 programs = store[key] = _trace(store, stage, signature, unused, options, occasion)
-                _limit(store, stage, key)
+                if len(store) > KEPT:
+                    del store[next(iter(store))]
+                if programs.origin is None:  # it was traced
+                    _warn_of_numbers(store, stage, key)
             else:
                 programs = store[key] = eager_programs(stage, signature, unused)
     return programs
@@ -134,10 +137,8 @@ def _traces_of(fn: Callable[..., object]) -> _Traces:
         return store
 
 
-def _limit(store: _Traces, stage: Stage, key: Key) -> None:
-    """After one more trace: drop the oldest beyond the limit, and warn where only numbers make the difference."""
-    if len(store) > KEPT:
-        del store[next(iter(store))]
+def _warn_of_numbers(store: _Traces, stage: Stage, key: Key) -> None:
+    """After one more trace: warn where many differ in numbers alone."""
     if store.warned or len(store) < ALIKE:
         return
     wanted = _without_numbers(key)
