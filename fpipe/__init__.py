@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 #: module -> its public names, separated by blanks. The block below is the same for type checkers.
 _TABLE = {
     "collectives.local": "local",
-    "collectives.setup": "init",
+    "collectives.setup": "adopt init",
     "command.launch": "launch",
     "errors": "ActionError BatchError DeadlockError FpipeError GroupError LaunchError MismatchError"
     " PeerError ScheduleError StageError StalledError TraceError TransformError"
@@ -43,7 +43,7 @@ _TABLE = {
     "transforms": "Transform accumulate adamw add_noise apply_updates cast chain clip_by_global_norm"
     " clip_by_value dynamic_loss_scale ema from_torch global_norm identity lion masked"
     " master mean_over muon optimistic partition scale scale_by_schedule sgd skip_nonfinite"
-    " sum_tied weight_decay",
+    " sum_tied warmup_constant warmup_cosine warmup_linear warmup_stable_decay weight_decay",
 }
 #: public modules and packages, as in ``fpipe.errors``: name -> path in the package
 _MODULES = {
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from . import testing as testing
     from .collectives import ops as ops
     from .collectives.local import local as local
+    from .collectives.setup import adopt as adopt
     from .collectives.setup import init as init
     from .command.launch import launch as launch
     from .errors import *

@@ -87,6 +87,15 @@ class Schedule:
         """How many stages there are in all."""
         return self.placement.stages
 
+    @property
+    def output_rank(self) -> int:
+        """The rank of the last stage, or of its first replica: the loss and the outputs are computed there.
+
+        >>> Schedule.parse("[0F0, 2F0]\\n[1F0]").output_rank
+        0
+        """
+        return self.placement.rank_of(self.stages - 1)
+
     def __getitem__(self, rank: int) -> Row:
         return self.rows[rank]
 

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..devices import kind, pick
+from ..devices import current, kind, pick
 from ..errors import FpipeError, GroupError
+from ._store import backends as backends_of
 from ._store import prefixed, set_timeout
 from .bounded import BoundedStore, host, of_group
 from .c10d import C10dGroup
@@ -111,14 +112,56 @@ _GROUPS: dict[tuple[object, ...], MeshGroup] = {}
 
 
 def adopt(
-    pg: dist.ProcessGroup, device: str | torch.device = "cpu", *,
-    timeout: float = TIMEOUT, capabilities: Capabilities | None = None, purpose: str = "pp",
+    source: dist.ProcessGroup | DeviceMesh, device: str | torch.device | None = None, *,
+    timeout: float | timedelta = TIMEOUT, capabilities: Capabilities | None = None, purpose: str = "pp",
 ) -> C10dGroup:  # fmt: skip
-    """A Group over an existing process group; every rank of it must call this.
+    """A group over a process group or one axis of a device mesh that exists already; every rank of it calls this.
 
-    ``capabilities`` replace those of the table, for a backend that is not in it.
+    Adopt a process group once and use the result for all pipelines: each call connects the processes anew.
+
+    Args:
+        source: the process group, or a DeviceMesh with one axis, as in ``mesh["pp"]``.
+        device: of this rank; a type without an index is its current device. By default the accelerator, if the
+            process group carries its tensors, else the CPU.
+        timeout: how many seconds a rank waits for another.
+        capabilities: of the backend, for one that is not in fpipe's table.
+        purpose: separates groups of one process group that serve different purposes, such as "pp" and "dp".
+
+    Returns:
+        a group for ``fpipe.pipeline(..., group=)``, or for ``dp=``.
+
+    Raises:
+        GroupError: if ``source`` is neither, the mesh has several axes, or the process group cannot carry the device.
+
+    >>> adopt("pp")
+    Traceback (most recent call last):
+        ...
+    fpipe.errors.GroupError: adopt takes a ProcessGroup or a DeviceMesh with one axis, not str 'pp'; ...
     """
-    return C10dGroup(pg, torch.device(device), timeout, capabilities, purpose)
+    pg = _process_group(source)
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if not seconds > 0:
+        raise GroupError(f"timeout={seconds:g}; give the seconds that a rank may wait for another, above 0")
+    carried = backends_of(pg)
+    if device is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device = accelerator if accelerator is not None and accelerator.type in carried else "cpu"
+    return C10dGroup(pg, current(device), seconds, capabilities, purpose)
+
+
+def _process_group(source: object) -> dist.ProcessGroup:
+    if isinstance(source, DeviceMesh):
+        if source.ndim != 1:
+            raise GroupError(
+                f"the mesh has the axes {source.mesh_dim_names or source.ndim}; give one of them, as in mesh['pp']"
+            )
+        return source.get_group()
+    if not isinstance(source, dist.ProcessGroup):
+        raise GroupError(
+            f"adopt takes a ProcessGroup or a DeviceMesh with one axis, not {type(source).__name__} {source!r}; "
+            "torch.distributed.group.WORLD is that of all processes, once torch.distributed is initialized"
+        )
+    return source
 
 
 def _launched() -> bool:

@@ -49,6 +49,20 @@ def pick(device: str | torch.device | None = None, local_rank: int = 0) -> torch
     return torch.device(picked.type, index)
 
 
+def current(device: str | torch.device) -> torch.device:
+    """A device with the index that it has in this process: ``cuda`` is its current device, ``cpu:0`` is the CPU.
+
+    >>> current("cpu:0") == current("cpu") == torch.device("cpu")
+    True
+    """
+    parsed = _parse(device)
+    if parsed.type == "cpu":
+        return torch.device("cpu")
+    if parsed.index is None and _current(parsed):
+        return torch.device(parsed.type, torch.accelerator.current_device_index())
+    return pick(parsed)
+
+
 def _parse(device: str | torch.device) -> torch.device:
     type = str(device).split(":")[0]
     package = kind(type).package

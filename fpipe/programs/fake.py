@@ -42,11 +42,21 @@ NO_FAKE = UnsupportedOperatorException
 def mode(symbols: Symbols | None = None) -> FakeTensorMode:
     """A mode in which tensors have no data. Captured real tensors may enter it as constants."""
     if symbols is None:
-        return FakeTensorMode(allow_non_fake_inputs=True)
+        return _Fake(allow_non_fake_inputs=True)
     return _Symbolic(allow_non_fake_inputs=True, shape_env=symbols)
 
 
-class _Symbolic(FakeTensorMode):
+class _Fake(FakeTensorMode):
+    """Takes ``cpu:0`` for ``cpu``, as tensors with data do: torch's own mode takes them for two devices."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        device = kwargs.get("device") if kwargs else None
+        if isinstance(device, torch.device) and device.type == "cpu" and device.index is not None:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        return super().dispatch(func, types, args, kwargs)
+
+
+class _Symbolic(_Fake):
     """Uses torch's Python form of operations whose C++ form takes every size for a number."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

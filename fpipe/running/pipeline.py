@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -193,7 +193,7 @@ def pipeline(
     outputs: Outputs = "zeros", accumulate: torch.dtype | None = None, engine: Engine = "trace",
     compile: str | None = None, overlap: Any = "weave",
     dp: Group | None = None, zero: int = 0, reduce_dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 25,
-    unsharded: int = 2, own: Sequence[str] = (),
+    unsharded: int = 2, own: Sequence[str] = (), dp_reduction: Literal["mean", "sum"] | None = None,
 ) -> Pipeline:  # fmt: skip
     """A function of (params, x, *targets) from stages, a schedule and a loss.
 
@@ -206,8 +206,10 @@ def pipeline(
 
     ``dp`` is the group of the copies of this pipeline, as in ``fpipe.init(dp=2).dp``; each copy gets a different part
     of the batch. Loss and gradients are averaged over the copies, or summed with ``reduction="sum"`` or
-    ``fpipe.weighted``, whose weights are counted over all copies. The gradients of a stage are reduced after its last
-    W, in buckets of ``bucket_bytes``, in ``reduce_dtype``.
+    ``fpipe.weighted``, whose weights are counted over all copies. ``dp_reduction`` says otherwise: with
+    ``reduction="sum", dp_reduction="mean"`` the microbatches of a copy are added, and copies averaged; the weights of
+    ``fpipe.weighted`` are then counted in each copy. The gradients of a stage are reduced after its last W, in buckets
+    of ``bucket_bytes``, in ``reduce_dtype``.
 
     With ``zero=`` 1, 2 or 3 the pipeline takes shards of the parameters, ``shards = pipe.shard(params)``, and returns
     gradients of the shards; the optimizer, the update and the next call use the shards too. 1: full gradients are
@@ -238,8 +240,15 @@ def pipeline(
         microbatches=microbatches, reduction=reduction, seed=seed,
         frozen=(*frozen, *(f"{s}.{name}" for s, stage in enumerate(parts) for name in stage.frozen)),
         tied=ties(parts, tied), outputs=outputs, accumulate=accumulate, overlap=Overlap.of(overlap),
-        copies=Copies.of(dp, zero, reduce_dtype, bucket_bytes, unsharded, reduction == "mean", tuple(own)),
+        copies=Copies.of(dp, zero, reduce_dtype, bucket_bytes, unsharded, _mean(reduction, dp_reduction), tuple(own)),
     ))  # fmt: skip
+
+
+def _mean(reduction: Reduction, dp_reduction: str | None) -> bool:
+    """Whether copies are averaged, not summed."""
+    if dp_reduction not in (None, "mean", "sum"):
+        raise StageError(f"dp_reduction={dp_reduction!r}; give 'mean' or 'sum', or leave it out")
+    return (dp_reduction or reduction) == "mean"
 
 
 # ---- transforms -----------------------------------------------------------------------------------------------------

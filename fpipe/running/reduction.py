@@ -37,9 +37,10 @@ Reduction: TypeAlias = Literal["mean", "sum"] | Weighted
 def weighted(fn: Callable[..., Any]) -> Weighted:
     """Weight each microbatch's mean loss by ``fn(*targets)`` over the sum of all, known before the first backward.
 
-    With copies of the pipeline (``dp=``) the sum is over all copies. Keyword-only arguments are side inputs. The loss
-    of a microbatch of weight 0 is not counted, also where it is NaN, as a mean over no tokens is. Its gradient is
-    multiplied by 0, as in autograd: a loss that divides by its count must divide by 1 where that is 0.
+    With copies of the pipeline (``dp=``) the sum is over all copies, or with ``dp_reduction="mean"`` over each.
+    Keyword-only arguments are side inputs. The loss of a microbatch of weight 0 is not counted, also where it is NaN,
+    as a mean over no tokens is. Its gradient is multiplied by 0, as in autograd: a loss that divides by its count must
+    divide by 1 where that is 0.
 
     >>> weighted(lambda target: (target >= 0).sum()).fn(torch.tensor([1, -1]))
     tensor(1)
@@ -91,7 +92,8 @@ def weights(
 ) -> Weights:  # fmt: skip
     """The weights of ``number`` microbatches.
 
-    The mean over copies of the pipeline is taken elsewhere, but explicit weights are counted over all copies.
+    The mean over copies of the pipeline is taken elsewhere. Explicit weights are counted over all copies, unless these
+    are averaged.
     """
     if not isinstance(reduction, Weighted):
         return Weights(1.0 / number if reduction == "mean" else 1.0, (), loss_scale)
@@ -102,7 +104,7 @@ def weights(
     ]
     exact = [value.detach().reshape(()).to(torch.float64) for value in counts]
     total = torch.stack(exact).sum()
-    if copies is not None:
+    if copies is not None and not copies.mean:
         total = copies.total(total)
     total = torch.where(total == 0, torch.ones_like(total), total)
     return Weights(None, [value / total for value in exact], loss_scale)

@@ -19,6 +19,7 @@ from .averaging import accumulate, ema
 from .combining import masked, partition
 from .finite import dynamic_loss_scale, skip_nonfinite
 from .gathering import mean_over, sum_tied
+from .learning_rates import warmup_constant, warmup_cosine, warmup_linear, warmup_stable_decay
 from .masters import master
 from .newton_schulz import muon
 from .norms import clip_by_global_norm, clip_by_value, global_norm
@@ -31,5 +32,6 @@ __all__ = [
     "Transform", "accumulate", "adamw", "add_noise", "apply_updates",
     "cast", "chain", "clip_by_global_norm", "clip_by_value", "dynamic_loss_scale", "ema", "from_torch",
     "global_norm", "identity", "lion", "masked", "master", "mean_over", "muon", "optimistic", "partition", "scale",
-    "scale_by_schedule", "sgd", "skip_nonfinite", "sum_tied", "weight_decay",
+    "scale_by_schedule", "sgd", "skip_nonfinite", "sum_tied", "warmup_constant", "warmup_cosine", "warmup_linear",
+    "warmup_stable_decay", "weight_decay",
 ]  # fmt: skip

@@ -46,7 +46,7 @@ def scale(factor: float | Tensor) -> Transform:
 
 
 def scale_by_schedule(schedule: Callable[[int], float]) -> Transform:
-    """Multiply by a function of the step, which counts from 0.
+    """Multiply by a function of the step, an int that counts from 0, such as :func:`fpipe.warmup_cosine` returns.
 
     >>> tx = scale_by_schedule(lambda step: 1.0 / (1 + step))
     >>> _, state = tx.update([torch.ones(1)], tx.init([torch.ones(1)]))

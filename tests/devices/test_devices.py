@@ -116,3 +116,29 @@ def test_compilers_are_left_out_where_several_xpus_are_at_work(monkeypatch: pyte
     fpipe.pipeline(
         [torch.matmul] * 2, group=LocalGroup((torch.device("xpu:0"), torch.device("xpu:1")))
     )  # nothing to leave out
+
+
+def test_the_cpu_has_one_device():
+    assert devices.current("cpu:0") == devices.pick("cpu:0") == torch.device("cpu")
+
+
+def test_a_type_without_index_is_the_current_device(gpus, monkeypatch: pytest.MonkeyPatch):
+    gpus("cuda", 4)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    assert devices.current("cuda") == torch.device("cuda", 3)
+    assert devices.current("cuda:1") == torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize("engine", ["trace", "eager"])
+def test_a_stage_may_name_the_cpu_with_an_index(engine: str):
+    """torch's fake tensors take cpu:0 and cpu for two devices, and refuse to add them."""
+
+    def shifted(p, x):
+        return (x.to("cpu:0") @ p + torch.ones(2, device="cpu:0")).tanh()
+
+    stages = [shifted, shifted]
+    pipe = fpipe.pipeline(
+        stages, loss=torch.sum, microbatches=2, group=fpipe.local(devices=["cpu:0"] * 2), engine=engine
+    )  # type: ignore[arg-type]
+    value, _ = fpipe.value_and_grad(pipe)([torch.eye(2, device="cpu:0")] * 2, torch.ones(4, 2, device="cpu"))
+    assert torch.equal(value, shifted(torch.eye(2), shifted(torch.eye(2), torch.ones(2, 2))).sum())

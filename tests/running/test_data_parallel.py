@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import optree
@@ -52,7 +53,7 @@ def batch(copies: int = 2) -> tuple[Tensor, Tensor]:
 
 def pipe_of(name: str, copies: Any = None, group: Any = None, fn: Any = block, **keywords: Any) -> Any:
     """A pipeline on two ranks: one copy of several, or one alone with the microbatches of all."""
-    number = MICROBATCHES * (1 if copies is not None else 2)
+    number = keywords.pop("microbatches", MICROBATCHES * (1 if copies is not None else 2))
     schedule = fpipe.make_schedule(name, 2, number)
     keywords = {"loss": squared, "tied": TIED if schedule.stages > 2 else []} | keywords
     return fpipe.pipeline([fn] * schedule.stages, schedule, group=group or fpipe.local(2), dp=copies, **keywords)
@@ -560,3 +561,24 @@ def test_to_module_joins_the_parts_of_copies(zero: int):
         return all(torch.equal(p, q + 1) for p, q in zip(model.parameters(), before, strict=True))
 
     assert on_copies(run) == [True, True]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_microbatches_are_added_and_copies_averaged(weighted: bool):
+    """As trainers count that multiply a loss by the number of copies: the sum of a copy, then the mean over copies."""
+    reduction = fpipe.weighted(lambda t: t[0, 0].abs()) if weighted else "sum"
+    alone = [step(pipe_of("1F1B", reduction=reduction, group=fpipe.local(2), microbatches=4), part(n)) for n in (0, 1)]
+    want = optree.tree_map(lambda a, b: (a + b) / 2, *alone, namespace="fpipe")
+    both = on_copies(lambda dp: step(pipe_of("1F1B", dp, reduction=reduction, dp_reduction="mean"), dp))
+    assert near(both[0], want)
+    assert same(*both)
+
+
+def part(number: int) -> Any:
+    """What ``step`` asks of a group of copies, for one of two without the other."""
+    return SimpleNamespace(size=2, here=(number,))
+
+
+def test_an_unknown_reduction_of_copies_is_refused():
+    with pytest.raises(fpipe.StageError, match="dp_reduction='max'; give 'mean' or 'sum'"):
+        pipe_of("1F1B", dp_reduction="max")

@@ -185,3 +185,42 @@ def test_a_pattern_that_fits_nothing_is_refused(make: Callable[[], T.Transform])
 def test_a_tied_name_of_a_norm_that_fits_nothing_is_refused():
     with pytest.raises(TransformError, match=r"'1\.ww' matches no leaf"):
         T.global_norm([{"w": torch.ones(1)}, {"w": torch.ones(1)}], tied=[("0.w", "1.ww")])
+
+
+@pytest.mark.parametrize("scheduler", ["cosine", "linear"])
+def test_learning_rates_are_those_of_torch(scheduler: str):
+    """torch's own schedulers after a warm-up; the step of an optimizer is an int."""
+    make = {"cosine": T.warmup_cosine, "linear": T.warmup_linear}[scheduler]
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=2.0)
+    if scheduler == "cosine":
+        theirs: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10, eta_min=0.5)
+    else:
+        theirs = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.25, 10)
+    rate = make(2.0, warmup=3, steps=13, end=0.5)
+    assert [rate(step) for step in range(3)] == [0.5, 1.0, 1.5]
+    for step in range(3, 13):
+        assert rate(step) == pytest.approx(theirs.get_last_lr()[0])
+        optimizer.step()
+        theirs.step()
+    assert rate(13) == rate(1000) == 0.5
+
+
+def test_an_optimizer_passes_an_int_to_its_learning_rate():
+    seen = []
+    tx = T.adamw(lambda step: seen.append(step) or 0.1)
+    tx.update([torch.ones(1)], tx.init([torch.ones(1)]), [torch.ones(1)])
+    assert seen == [0]
+    assert type(seen[0]) is int
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: T.warmup_cosine(1.0, warmup=5, steps=5), "steps=5 is not above warmup=5"),
+        (lambda: T.warmup_linear(1.0, warmup=0.5, steps=5), "warmup=0.5; give a number of steps"),  # type: ignore[arg-type]
+        (lambda: T.warmup_stable_decay(1.0, warmup=3, decay=3, steps=5), "do not fit into steps=5"),
+    ],
+)
+def test_learning_rates_refuse_counts_that_do_not_fit(make: Any, match: str):
+    with pytest.raises(TransformError, match=match):
+        make()
