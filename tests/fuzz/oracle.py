@@ -122,7 +122,7 @@ def _through(case: Case, given: Given, live: list[Any], x: Tensor, m: int, run: 
         if more is not None:
             extra = more if extra is None else extra + more
         for leaf in tensors_of(y):
-            _note_limits(leaf, case.model.engines[s] == "trace", run.limits)
+            _note_limits(leaf, run.limits)
     return y, extra
 
 
@@ -137,11 +137,11 @@ def has_gaps(t: Tensor) -> bool:
     return False
 
 
-def _note_limits(leaf: Tensor, traced: bool, limits: set[str]) -> None:
+def _note_limits(leaf: Tensor, limits: set[str]) -> None:
     """Note what docs/design.md lists under "Limits", for the output leaf of a stage."""
     if has_gaps(leaf):
         limits.add("view with gaps")
-    if leaf.requires_grad and traced:
+    if leaf.requires_grad:
         strides = leaf.stride()
 
         def hook(grad: Tensor) -> None:
