@@ -154,17 +154,23 @@ class Builder:
         if op == "F":
             if own.new_state:
                 self.state[stage] = [self.key(own, stage, mb, n) for n in own.new_state]
-            if stage == self.job.stages - 1 and kinds.loss is None:
+            if stage == self.job.stages - 1 and (kinds.loss is None or self.job.each):
                 outputs = outputs_of(kinds, mb)
                 for key in outputs:
                     self.messages.fetch(key)
                 if self.job.each:
-                    self.out.append(Step("EACH", action, outputs))
+                    self.out.append(Step("EACH", action, (*outputs, *self.loss_values(kinds, mb))))
         elif op != "W" and stage == 0 and self.job.wants_dx:
             for key in input_gradients_of(kinds, mb):
                 self.messages.fetch(key)
         if op in "BW":
             self._add(action, own, op)
+
+    def loss_values(self, kinds: ProgramSet, mb: int) -> list[Key]:
+        """The keys of what the loss, if there is one, returned for a microbatch."""
+        loss, top = kinds.loss, self.job.stages
+        names = () if loss is None else (*loss.ys, loss.extra)
+        return [self.key(loss, top, mb, name) for name in names if loss is not None and name is not None]
 
     def have(self, action: Action, own: Programs, program: Program, stage: int) -> tuple[Key, ...]:
         """The keys that a program reads; emits the waits that they need."""

@@ -159,7 +159,8 @@ def _wanted(builder: Builder) -> Iterator[Key]:
         path, kind = job.schedule.placement.path(mb), job.kind(mb)
         if path[top] == rank:
             if kind.loss is not None:
-                yield from (builder.key(kind.loss, top + 1, mb, n) for n in kind.loss.ys if n is not None)
+                names = kind.loss.ys[:1] if job.each else kind.loss.ys  # the others went to the caller's function
+                yield from (builder.key(kind.loss, top + 1, mb, n) for n in names if n is not None)
             elif not job.each:
                 yield from outputs_of(kind, mb)
         if path[0] == rank and job.wants_dx:

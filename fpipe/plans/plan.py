@@ -39,7 +39,7 @@ class Instruction:
     SETTLE    release ``number`` sends to rank ``peer``: a message of that rank shows that it has received them
     REDUCE    start to reduce the gradients ``reads`` of a stage over the copies of the pipeline (see ``share``)
     UNSHARD   start to gather a stage's sharded parameters           RESHARD   free them
-    EACH      pass a microbatch's outputs ``reads`` to the caller's function
+    EACH      pass a microbatch's outputs, and what the loss returned, ``reads``, to the caller's function
     LOSS      send the loss, whose parts ``reads`` are all computed, to the other ranks
 
     ``frees`` are the slots that are empty afterwards.
@@ -124,7 +124,7 @@ class LoweringInput:
     strict: bool = False  # a send blocks until it is received, and receives are posted exactly where the plan has them
     ahead: int = 2
     overlap: Overlap = field(default_factory=Overlap)
-    each: bool = False  # outputs are passed to the caller's function once computed, and not kept
+    each: bool = False  # outputs, and what the loss returns, are passed to the caller's function once computed
     copies: Copies | None = None  # of the whole pipeline, on other data
     layouts: Mapping[int, Layout] = field(default_factory=dict)  # by stage, where there are copies
     early_loss: bool = False  # a rank that computes the whole loss sends it as soon as it can

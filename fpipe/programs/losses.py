@@ -16,6 +16,7 @@ from .. import tree
 from ..errors import StageError
 from ..stage import Stage, as_stage, keyword_only
 from ..tree import Aval
+from .signature import Apart
 
 
 def check_scalar(label: str, first: Aval | torch.Tensor | None) -> None:
@@ -40,24 +41,35 @@ def with_aux(result: Any) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class LossCall:
-    """A loss as a stage function of (no parameters, (output, \\*targets)). Equal for the same loss."""
+    """A loss as a stage function of (no parameters, (output, \\*targets)). Equal for the same loss.
+
+    ``apart``: what it returns beside the scalar is no output of the stage, and may be anything.
+    """
 
     loss: Callable[..., Any]
     has_aux: bool
+    apart: bool = False
 
     def __call__(self, _: object, x: tuple[Any, ...], **side: Any) -> Any:
         result = self.loss(*x, **side)
         if not self.has_aux:
             return result
         scalar, aux = with_aux(result)
-        return scalar, tree.tree_map(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, aux)
+        aux = tree.tree_map(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, aux)
+        return Apart(scalar, aux) if self.apart else (scalar, aux)
 
 
-def loss_stage(loss: Callable[..., Any], has_aux: bool) -> Stage:
-    """A loss as a stage without parameters whose input is (output, *targets)."""
+def loss_stage(loss: Callable[..., Any], has_aux: bool, each: bool = False) -> Stage:
+    """A loss as a stage without parameters whose input is (output, *targets).
+
+    ``each``: its second value goes to a function of the caller; on autograd it may then be anything.
+    """
     stage = as_stage(loss)
-    like = None if stage.like is None else LossCall(stage.like, has_aux)
-    return Stage(LossCall(stage.fn, has_aux), name=stage.label, engine=stage.engine, like=like, dynamic=stage.dynamic)
+    apart = has_aux and each and stage.engine == "eager"
+    like = None if stage.like is None else LossCall(stage.like, has_aux, apart)
+    return Stage(
+        LossCall(stage.fn, has_aux, apart), name=stage.label, engine=stage.engine, like=like, dynamic=stage.dynamic
+    )
 
 
 def loss_sides(loss: Callable[..., Any] | None) -> tuple[str, ...]:

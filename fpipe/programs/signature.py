@@ -70,12 +70,20 @@ def _without_sizes(leaf: AbstractLeaf) -> Hashable:
     return leaf._replace(shape=(0,) * len(leaf.shape), stride=()) if isinstance(leaf, Aval) else leaf
 
 
+class Apart(NamedTuple):
+    """What a function returns to pass on, beside its output, something of any kind that is not known beforehand."""
+
+    y: Tree
+    extra: object
+
+
 class Result(NamedTuple):
     """What a stage function returned; ``aux`` and ``state`` are ``None`` for stages without them."""
 
     y: Tree
     aux: torch.Tensor | None
     state: Tree
+    extra: object = None
 
 
 @dataclass(frozen=True)
@@ -201,6 +209,8 @@ def call(stage: Stage, signature: Signature, groups: Sequence[Sequence[Any]], co
 
 def result_of(stage: Stage, out: Any) -> Result:
     """The parts of what a stage function returned."""
+    if isinstance(out, Apart):
+        return Result(out.y, None, None, out.extra)
     extras = int(stage.aux_loss) + int(stage.state)
     if not extras:
         return Result(out, None, None)

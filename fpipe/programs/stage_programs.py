@@ -52,6 +52,7 @@ class Programs:
     memory: Mapping[str, Held]  # by value
     fresh: frozenset[str] = frozenset()  # gradients that share no memory, into which others may be added
     eager: bool = False
+    extra: str | None = None  # what a loss passes to the caller's function, of any kind
     during: Mapping[str, int] = field(default_factory=dict)  # of an eager stage: bytes that programs hold beyond others
     compiled: bool = False
     label: str = ""

@@ -26,7 +26,8 @@ from .microbatches import Parts, count
 from .prepare import Kind, Mode, Request
 from .reduction import Weights, weights
 
-Each: TypeAlias = Callable[[int, Tree], Any]
+#: A function of a microbatch's number, its output and, where there is a loss, what that returned.
+Each: TypeAlias = Callable[..., Any]
 LossScale: TypeAlias = float | torch.Tensor | None
 #: By stage, the leaves of a tree and its structure.
 Flat: TypeAlias = Mapping[int, tuple[list[Any], Structure]]
@@ -204,13 +205,9 @@ class Call:
 def _check_options(config: Config, has_aux: bool, each: Each | None, scale: LossScale) -> None:
     if has_aux and config.loss is None:
         raise BatchError("has_aux=True, but the pipeline has no loss to return it; say pipeline(..., loss=)")
-    if each is not None and config.loss is not None:
-        raise BatchError(
-            "each= gets the outputs of a pipeline without a loss; leave loss= out, or let the loss return what you "
-            "want beside the scalar and say has_aux=True"
-        )
     if each is not None and not callable(each):
-        raise BatchError(f"each={each!r}; give a function of (the microbatch's number, its output)")
+        loss = "" if config.loss is None else ", what the loss returned"
+        raise BatchError(f"each={each!r}; give a function of (the microbatch's number, its output{loss})")
     if scale is None or (isinstance(scale, torch.Tensor) and scale.shape == ()):
         return
     if isinstance(scale, (torch.Tensor, bool)) or not 0 < scale < float("inf"):

@@ -165,7 +165,7 @@ def forward(call: Call, cache: Cache) -> Tree:
         with _Reported(call.config):
             results, returned = _run_all(call, plans)
             if call.config.loss is not None:
-                return _value(call, results)
+                return _value(call, results, returned)
             y = joined(results.outputs(), call.x.uniform) if call.each is None else _returned_by_each(call, returned)
             return y if call.state is None else (y, results.states())
 
@@ -175,10 +175,11 @@ def value_and_grad(call: Call, cache: Cache, value: bool = True) -> tuple[Tree, 
     with call.config.claim:
         plans, _ = _announced(call, cache)
         with _Reported(call.config):
-            results, _ = _run_all(call, plans)
+            results, returned = _run_all(call, plans)
             by_argument = {0: results.param_grads, 1: lambda: joined(results.input_grads(), call.x.uniform)}
             grads = {n: by_argument[n]() for n in call.wanted}
-            return _value(call, results) if value else results.leave_loss(), tuple(grads[n] for n in call.wanted)
+            loss = _value(call, results, returned) if value else results.leave_loss()
+            return loss, tuple(grads[n] for n in call.wanted)
 
 
 def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback]:
@@ -299,12 +300,14 @@ def _run_all(call: Call, plans: CachedPlans) -> tuple[Results, dict[int, Any]]:
     results = Results(plans.layout, regs, call, weights)
     returned: dict[int, Any] = {}
 
-    def each(mb: int, tensors: list[torch.Tensor]) -> None:
-        """Pass a microbatch's output to the caller's function; keep no reference to it."""
+    def each(mb: int, values: list[Any]) -> None:
+        """Pass a microbatch's output, and what the loss returned, to the caller's function; keep no reference."""
         assert call.each is not None
-        y = plans.prepared.output(mb).fill(results.apart(tensors, set()))
-        tensors.clear()
-        returned[mb] = call.each(mb, y)
+        before = versions(values)
+        returned[mb] = call.each(mb, *plans.prepared.results(mb, results.apart(values, set()), call.has_aux))
+        if call.mode == "grad" and versions(values) != before:
+            raise StageError("it wrote into the output or the loss, which the backward needs; change a copy")
+        values.clear()
 
     def feed(feeder: Feeder, r: Registers) -> None:
         feeder.fill(r, call, weights)
@@ -341,9 +344,10 @@ def _run(
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------
-def _value(call: Call, results: Results) -> Tree:
+def _value(call: Call, results: Results, returned: dict[int, Any]) -> Tree:
     loss = results.loss()  # first: it may be on its way, and what one rank sends is received in order
-    extras = [results.aux()] if call.has_aux else []
+    extras: list[Any] = [results.aux()] if call.has_aux and call.each is None else []
+    extras += [_returned_by_each(call, returned)] if call.each is not None else []
     extras += [results.states()] if call.state is not None else []
     return (loss, *extras) if extras else loss
 

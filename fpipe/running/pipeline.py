@@ -133,7 +133,8 @@ class Pipeline:
 
         ``each(number, output)`` is called with a microbatch's output as soon as it is computed, on the rank of the last
         stage. The results of ``each`` are returned in place of the outputs, as a list in microbatch order (``None`` on
-        other ranks, unless ``outputs="everywhere"``), and the outputs are freed.
+        other ranks, unless ``outputs="everywhere"``), and the outputs are freed. With a loss it is called as that of
+        ``value_and_grad``, and ``(loss, results)`` is returned.
         """
         call = self.call("forward", params, x, targets, side, seed=seed, has_aux=has_aux, each=each)
         return nested.forward(call) if calls.surrounded() else calls.forward(call, self.cache)
@@ -252,27 +253,37 @@ def _mean(reduction: Reduction, dp_reduction: str | None) -> bool:
 
 
 # ---- transforms -----------------------------------------------------------------------------------------------------
-def value_and_grad(pipe: Pipeline, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False) -> Callable[..., Any]:
+def value_and_grad(
+    pipe: Pipeline, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False, each: Each | None = None
+) -> Callable[..., Any]:
     """A function that runs the schedule and returns ``(loss, grads)``.
 
     ``argnums=(0, 1)`` returns the gradient of the input too; ``has_aux=True`` makes the value ``(loss, [aux, ...])``;
     a pipeline whose stages carry state, passed as ``state=[...]``, adds the new state to the value. The function takes
     ``loss_scale=``: gradients, not the value, are multiplied by it, for an optimizer that divides them in a wider
     dtype, as ``fpipe.dynamic_loss_scale`` does.
+
+    ``each(number, output, loss)`` is called once the loss of a microbatch is computed, on the rank of the last stage
+    alone, outside of traces: with the microbatch's number, the output of the last stage, which it must not change, and
+    the unweighted loss, or with ``has_aux=True`` all that the loss function returned, ``(scalar, aux)``. It may return
+    anything. The value is then ``(loss, results)``, with the results in microbatch order on that rank and ``None`` on
+    others (``outputs="everywhere"`` sends them to all). A loss with ``engine="eager"`` may return anything as ``aux``:
+    metrics that are plain numbers and differ in every step, for example. Either all ranks pass ``each=``, or none.
+
+    >>> from fpipe import local
+    >>> pipe = pipeline([torch.mul] * 2, loss=torch.sum, microbatches=2, group=local(2))
+    >>> step = value_and_grad(pipe, each=lambda number, y, loss: f"{number}: {y.max():.0f}, {loss:.0f}")
+    >>> step([torch.tensor(2.0), torch.tensor(3.0)], torch.arange(4.0))[0]
+    (tensor(18.), ['0: 6, 6', '1: 18, 30'])
     """
-    if not isinstance(pipe, Pipeline):
-        raise StageError(f"value_and_grad takes what fpipe.pipeline returns, not {type(pipe).__name__}")
-    if pipe.config.loss is None:
-        raise StageError("this pipeline has no loss to differentiate; say pipeline(..., loss=) or use fpipe.vjp")
-    wanted = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    if not wanted or any(n not in (0, 1) for n in wanted):
-        raise StageError(f"argnums={argnums!r}; 0 is the parameters and 1 the input, nothing else is differentiated")
+    wanted = _wanted(pipe, argnums)
 
     def call(params: Sequence[Tree], x: Tree, *targets: Tree, seed: int | None = None, loss_scale: Any = None,
              _value: bool = True, **side: Tree) -> Any:  # fmt: skip
         call = pipe.call(
-            "grad", params, x, targets, side, seed=seed, wanted=wanted, has_aux=has_aux, loss_scale=loss_scale
-        )
+            "grad", params, x, targets, side, seed=seed, wanted=wanted, has_aux=has_aux, each=each,
+            loss_scale=loss_scale,
+        )  # fmt: skip
         if calls.surrounded():
             value, grads = nested.value_and_grad(call, x)
         else:
@@ -280,6 +291,18 @@ def value_and_grad(pipe: Pipeline, argnums: int | tuple[int, ...] = 0, *, has_au
         return value, grads[0] if isinstance(argnums, int) else grads
 
     return call
+
+
+def _wanted(pipe: Pipeline, argnums: int | tuple[int, ...]) -> tuple[int, ...]:
+    """The arguments that are differentiated."""
+    if not isinstance(pipe, Pipeline):
+        raise StageError(f"value_and_grad takes what fpipe.pipeline returns, not {type(pipe).__name__}")
+    if pipe.config.loss is None:
+        raise StageError("this pipeline has no loss to differentiate; say pipeline(..., loss=) or use fpipe.vjp")
+    wanted = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if not wanted or any(n not in (0, 1) for n in wanted):
+        raise StageError(f"argnums={argnums!r}; 0 is the parameters and 1 the input, nothing else is differentiated")
+    return wanted
 
 
 def grad(pipe: Pipeline, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False) -> Callable[..., Any]:

@@ -56,7 +56,7 @@ class Request:
     kind_of: tuple[int, ...]
     wants_dx: bool = False
     layouts: Mapping[int, Layout] = field(default_factory=dict)  # by stage, where the pipeline has copies
-    each: bool = False  # outputs go to a function of the caller
+    each: bool = False  # outputs, and what the loss returns, go to a function of the caller
     has_aux: bool = False
     debug: bool = False  # results are checked for NaN
 
@@ -80,6 +80,17 @@ class Prepared:
     def output(self, mb: int) -> AbstractTree:
         """What the last stage returns for a microbatch."""
         return self.interfaces[self.request.kind_of[mb]][-1].y
+
+    def results(self, mb: int, values: Sequence[Any], has_aux: bool) -> tuple[Any, ...]:
+        """What a function of the caller gets of a microbatch: the output and, with a loss, what that returned."""
+        output, loss = self.output(mb), self.loss[self.request.kind_of[mb]]
+        count = len(output.avals)
+        y, rest = output.fill(values[:count]), values[count:]
+        if loss is None:
+            return (y,)
+        if loss.extra is not None:
+            return y, tuple(rest)
+        return y, loss.outputs.y.fill(rest)
 
 
 def prepare(config: Config, request: Request, tag: int) -> Prepared:
@@ -119,6 +130,7 @@ class _Traced:
     interfaces: tuple[Interface, ...] = ()
     programs: Mapping[tuple[int, torch.device], Programs] = field(default_factory=dict)
     loss: Programs | None = None
+    each: bool = False  # whether the rank of the loss reads all outputs
 
     def output(self) -> AbstractTree:
         """The output of the last stage whose interface is known, or the batch."""
@@ -140,7 +152,7 @@ class _Traced:
         if self.loss is not None:
             loss = Interface.of(self.loss)
             passed_on = {source for source in loss.ys if isinstance(source, int)}  # the loss returns its input
-            takes = tuple(reads or leaf in passed_on for leaf, reads in enumerate(loss.takes_x))
+            takes = tuple(reads or leaf in passed_on or self.each for leaf, reads in enumerate(loss.takes_x))
             return ValueGraph(self.interfaces, loss.dxs, takes, batch)
         dxs = tuple((f"dx{j}", a) if a is not None and a.grad else None for j, a in enumerate(y.tensors))
         return ValueGraph(self.interfaces, dxs, (True,) * len(y.leaves), batch, has_loss=False)
@@ -149,7 +161,7 @@ class _Traced:
 def _traced(config: Config, request: Request) -> list[_Traced]:
     """Trace the stages of this process, stage by stage, until every process knows the interfaces of all stages."""
     stages = request.schedule.stages
-    traced = [_Traced(kind) for kind in request.kinds]
+    traced = [_Traced(kind, each=request.each) for kind in request.kinds]
     while any(len(kind.interfaces) < stages for kind in traced):
         known = [len(kind.interfaces) for kind in traced]
 
@@ -254,7 +266,7 @@ def _loss_programs(config: Config, request: Request, traced: _Traced) -> Program
     x = replace(
         trees[0], spec=tree.together([t.spec for t in trees]), leaves=tuple(leaf for t in trees for leaf in t.leaves)
     )
-    stage = loss_stage(config.loss, request.has_aux)
+    stage = loss_stage(config.loss, request.has_aux, request.each)
     ranks = [r for r in request.schedule.placement.ranks_of(config.stages - 1) if r in config.group.here]
     device = config.group.device((ranks or config.group.here)[0])
     programs = _programs(

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -160,11 +160,11 @@ class Results:
         """The memory of results that were read before."""
         return set()
 
-    def apart(self, values: Iterable[torch.Tensor], returned: set[int] | None = None) -> list[torch.Tensor]:
+    def apart(self, values: Iterable[Any], returned: set[int] | None = None) -> list[Any]:
         """Results, copied where a write into one would change an argument or another result."""
         returned, out = self._returned if returned is None else returned, []
         for value in values:
-            at = tree.address(value)
+            at = tree.address(value) if tree.is_tensor(value) else 0
             shared = at in self._callers or at in returned
             out.append(value.clone(memory_format=torch.contiguous_format) if shared else value)
             returned |= {at} - {0}

@@ -33,6 +33,7 @@ from ..autocast import ambient, under
 from ..explain import sparse_gradient_error
 from ..graphs import Held
 from ..internals import resolved, versions
+from ..losses import LossCall
 from ..program import Program
 from ..signature import Result, Signature, entering
 from ..stage_programs import Programs
@@ -91,6 +92,7 @@ class _Engine:
         wanted = bool(signature.params.wanted or signature.x.wanted)
         self.trained = wanted and bool(self.cotangents or not unused)
         self.slots, self.devices = signature.slots, signature.devices
+        self.extra = isinstance(stage.fn, LossCall) and stage.fn.apart
         self.check_captured = _until_passed(
             lambda ends, xs, ps: refuse_captured(stage, survey(list(ends.values()), xs.values(), ps).foreign)
         )
@@ -152,7 +154,8 @@ class _Engine:
         fresh = [_as_planned(ys[j].detach(), y[j], others) for j in y if j not in self.facts.passed]
         plan = self.outputs.aux
         aux = [] if plan is None or result.aux is None else [_as_planned(result.aux.detach(), plan, callers)]
-        return (*fresh, *aux, *(t.detach() for t in new_state)), Tape(ends, xs, ps, hooked)
+        extra = [result.extra] if self.extra else []
+        return (*fresh, *aux, *(t.detach() for t in new_state), *extra), Tape(ends, xs, ps, hooked)
 
     def _check_writes(self, before: list[list[int]], after: list[list[int]]) -> None:
         changed = [old != new for old, new in zip(before, after, strict=True)]
@@ -262,8 +265,12 @@ class _Engine:
         ys = {j: passed.get(j, f"y{j}") for j in outputs.y.avals}
         states = {} if outputs.state is None else {f"s{i}": aval for i, aval in outputs.state.avals.items()}
         aux = () if outputs.aux is None else ("aux",)
-        held, kept = ("ctx",) if self.trained else (), ("kept",) if self.dps else ()
-        back, results = (*held, *self.cotangents), (*(ys[j] for j in ys if j not in passed), *aux, *states, *held)
+        extra, held = ("extra",) if self.extra else (), ("ctx",) if self.trained else ()
+        kept = ("kept",) if self.dps else ()
+        back, results = (
+            (*held, *self.cotangents),
+            (*(ys[j] for j in ys if j not in passed), *aux, *states, *extra, *held),
+        )
         f = self._program("F", self.forward, signature.names, results)
         b = self._program("B", self.backward if self.trained else _nothing, back, [*dxs, *dps])
         if dxs:
@@ -287,9 +294,8 @@ class _Engine:
             saved=held, kept=kept,
             grad_avals=dx_avals,
             memory={name: Held(name, nbytes) for name, nbytes in sizes.items() if nbytes is not None},
-            eager=True,
+            eager=True, extra=next(iter(extra), None), label=self.stage.label,
             during=self._during(sum(sizes[name] or 0 for name in dps)),
-            label=self.stage.label,
         )  # fmt: skip
 
     def _during(self, gradients: int) -> dict[str, int]:

@@ -55,14 +55,15 @@ def value_and_grad(call: Call, x: Tree) -> tuple[Tree, tuple[Tree, ...]]:
         params, batch = chosen.around(tensors)
         batch = Microbatches(batch) if isinstance(x, Microbatches) else batch
         out = _value(call, params, Parts(batch, call.number, "x"))
-        loss, aux = out if call.has_aux else (out, None)
+        loss, aux = out if more else (out, None)
         plain.append(Chosen(aux, tree.is_tensor))
         return loss, plain[-1].leaves
 
+    more = call.has_aux or call.each is not None
     plain: list[Chosen] = []  # the auxiliary values: torch.func takes tensors alone
     where = tuple(range(len(chosen.leaves)))
     grads, (loss, tensors) = torch.func.grad_and_value(value, where, has_aux=True)(*chosen.leaves)
-    out = (loss, plain[-1].around(tensors)) if call.has_aux else loss
+    out = (loss, plain[-1].around(tensors)) if more else loss
     scaled = grads if call.loss_scale is None else [grad * call.loss_scale for grad in grads]
     dp, dx = chosen.around(scaled, None)
     dx = Microbatches(dx) if isinstance(x, Microbatches) else dx
@@ -79,7 +80,7 @@ def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
     for m in range(call.number):
         y, extra = x.tree(m), None
         for s, stage in enumerate(config.functions):
-            y, more, _ = result_of(stage, run(stage, s, m, [_like(wide[s], call.params[s])], y))
+            y, more, *_ = result_of(stage, run(stage, s, m, [_like(wide[s], call.params[s])], y))
             check_aux(stage, more)
             if more is not None:
                 extra = more if extra is None else extra + more
@@ -87,9 +88,11 @@ def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
             with _explained(f"each= after microbatch {m}"):
                 outputs.append(y if call.each is None else call.each(m, y))
             continue
-        loss, aux = _loss(
-            call, config.loss, run(config.loss, config.stages, m, [], y, *(t.tree(m) for t in call.targets))
-        )
+        returned = run(config.loss, config.stages, m, [], y, *(t.tree(m) for t in call.targets))
+        loss, aux = _loss(call, config.loss, returned)
+        if call.each is not None:
+            with _explained(f"each= after microbatch {m}"):
+                aux = call.each(m, y, returned)
         losses.append(loss if extra is None else loss + extra)
         auxes.append(aux)
     if config.loss is None:
@@ -97,7 +100,7 @@ def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
     weights = call.weights()
     assert weights is not None
     total = weights.sum(losses)
-    return (total, auxes) if call.has_aux else total
+    return (total, auxes) if call.has_aux or call.each is not None else total
 
 
 def _loss(call: Call, loss: Loss, result: Any) -> tuple[torch.Tensor, Tree]:
