@@ -150,7 +150,7 @@ SECTIONS: dict[str, str | tuple[str, ...]] = {
     "Pipelines and their gradients": ("running.pipeline", "running.reduction"),
     "Stages": "stage",
     "Modules": "interop.modules",
-    "Batches": ("running.microbatches", "running.padding"),
+    "Batches": ("running.microbatches", "running.padding", "running.absent"),
     "Other derivatives": "running.derived",
     "Ranks and processes": ("collectives", "command.launch"),
     "Schedules": ("schedule", "generators"),

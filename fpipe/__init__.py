@@ -28,6 +28,7 @@ _TABLE = {
     "plans.weaving.segments": "segment",
     "programs.stage_programs": "Programs",
     "programs.trace_cache": "trace",
+    "running.absent": "elsewhere",
     "running.debugging": "debug",
     "running.derived.forward_mode": "hvp jvp",
     "running.derived.per_example": "per_example",
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from .plans.weaving.segments import segment as segment
     from .programs.stage_programs import Programs as Programs
     from .programs.trace_cache import trace as trace
+    from .running.absent import elsewhere as elsewhere
     from .running.debugging import debug as debug
     from .running.derived.forward_mode import hvp as hvp
     from .running.derived.forward_mode import jvp as jvp

@@ -27,6 +27,17 @@ Dynamic: TypeAlias = bool | Sequence[int] | Mapping[str, Sequence[int]] | None
 
 
 @dataclass(frozen=True)
+class Elsewhere:
+    """The function of a stage of another process: how that process describes it, and the names of its side inputs."""
+
+    text: str = ""
+    sides: tuple[str, ...] = ()
+
+    def __call__(self, *args: Any, **side: Any) -> Any:
+        raise StageError("this stage is on another process and cannot run here; see fpipe.Stage.elsewhere")
+
+
+@dataclass(frozen=True)
 class Stage:
     """A stage function with what the pipeline should know about it.
 
@@ -60,6 +71,18 @@ class Stage:
     like: Callable[..., Any] | None = field(default=None, kw_only=True)
     dynamic: Dynamic = field(default=None, kw_only=True)
 
+    @classmethod
+    def elsewhere(cls) -> Stage:
+        """Stands for a stage that only other processes have: every process lists all stages.
+
+        The processes that have the stage describe it to the others when ``fpipe.pipeline`` builds the pipeline, which
+        every process then calls.
+
+        >>> Stage.elsewhere().label
+        'a stage of another process'
+        """
+        return cls(Elsewhere(), name="a stage of another process")
+
     def __call__(self, *args: Any, **side: Any) -> Any:
         return self.fn(*args, **side)
 
@@ -90,6 +113,8 @@ def keyword_only(fn: Callable[..., Any]) -> tuple[str, ...]:
     >>> keyword_only(block)
     ('mask',)
     """
+    if isinstance(fn, Elsewhere):
+        return fn.sides
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):

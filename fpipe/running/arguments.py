@@ -7,8 +7,8 @@ Two calls with one signature run the same plans. Knows configurations and batche
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -24,7 +24,7 @@ from .config import Config, check_seed
 from .debugging import debugging
 from .microbatches import Parts, count
 from .prepare import Kind, Mode, Request
-from .reduction import Weights, weights
+from .reduction import Weighted, Weights, weights
 
 #: A function of a microbatch's number, its output and, where there is a loss, what that returned.
 Each: TypeAlias = Callable[..., Any]
@@ -33,12 +33,17 @@ LossScale: TypeAlias = float | torch.Tensor | None
 Flat: TypeAlias = Mapping[int, tuple[list[Any], Structure]]
 
 
+#: By argument that is elsewhere on some rank: its microbatches in abstract form, or one for all of a whole batch.
+Offers: TypeAlias = Mapping[str, tuple[AbstractTree, ...]]
+
+
 @dataclass(frozen=True)
 class Call:
     """One call of a pipeline.
 
     ``wanted`` are the arguments that are differentiated: 0 for params, 1 for x. ``number`` counts the microbatches.
-    ``leaves`` and ``state_leaves`` are the parameters and the states of the stages of this process.
+    ``leaves`` and ``state_leaves`` are the parameters and the states of the stages of this process. ``offers`` are what
+    other processes said of arguments that are elsewhere.
     """
 
     config: Config
@@ -56,6 +61,7 @@ class Call:
     has_aux: bool = False
     each: Each | None = None
     loss_scale: LossScale = None
+    offers: Offers = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -77,6 +83,7 @@ class Call:
         parts = tuple(Parts(target, m, f"target {i}") for i, target in enumerate(targets))
         _check_sides(config, side)
         sides = {name: Parts(value, m, f"side input {name!r}", True) for name, value in side.items()}
+        _check_absent(config, batch, parts, sides)
         check_seed(seed)
         seed = config.seed if seed is None else seed
         leaves = {s: tree.flatten(params[s]) for s in config.here}
@@ -85,6 +92,51 @@ class Call:
             config, mode, params, state, leaves, state_leaves, m, batch, parts, sides, seed, wanted, has_aux, each,
             loss_scale,
         )  # fmt: skip
+
+    # ---- what other processes have ------------------------------------------------------------------------------
+    @property
+    def batch_parts(self) -> tuple[Parts, ...]:
+        """The batch, the targets and the side inputs."""
+        return (self.x, *self.targets, *self.sides.values())
+
+    @property
+    def absent(self) -> dict[str, bool]:
+        """The arguments that are elsewhere, and whether they stand for a whole batch."""
+        return {part.name: part.uniform for part in self.batch_parts if part.absent}
+
+    def offered(self, absent: Iterable[str]) -> dict[str, tuple[AbstractTree, ...]]:
+        """Those of the arguments that this process has, microbatch by microbatch, or one for all of a whole batch."""
+        wanted = set(absent)
+        return {
+            part.name: tuple(
+                AbstractTree.flat(part.specs[m], part.rows[m]) for m in range(1 if part.uniform else self.number)
+            )
+            for part in self.batch_parts if part.name in wanted and not part.absent
+        }  # fmt: skip
+
+    def completed(self, absent: Sequence[Mapping[str, bool]], offers: Sequence[Offers]) -> Call:
+        """With the arguments of other processes, from what every rank lacks and offers; the same errors on all."""
+        found: dict[str, tuple[AbstractTree, ...]] = {}
+        for offer in reversed(offers):
+            found |= offer
+        for rank, lacking in enumerate(absent):
+            for name, uniform in lacking.items():
+                if name not in found:
+                    raise BatchError(f"{name} is elsewhere on every rank; pass it where it is read")
+                if uniform != (len(found[name]) == 1):
+                    raise BatchError(
+                        f"{name} is Microbatches on one rank and a whole batch on another (rank {rank} has none of "
+                        "it); for Microbatches pass fpipe.Microbatches([fpipe.elsewhere()] * number)"
+                    )
+        return replace(self, offers=found)
+
+    def _abstract(self, part: Parts, m: int, grad: bool = False) -> AbstractTree:
+        """A microbatch of an argument, as another process described it where it is elsewhere."""
+        if part.absent and part.name in self.offers:
+            trees = self.offers[part.name]
+            found = trees[0 if part.uniform else m]
+            return found.with_avals(lambda aval: aval._replace(grad=grad and aval.differentiable))
+        return AbstractTree.flat(part.specs[m], part.rows[m], grad)
 
     # ---- its parts ----------------------------------------------------------------------------------------------
     def side_inputs(self, stage: int, mb: int) -> dict[str, Tree]:
@@ -102,22 +154,30 @@ class Call:
     @property
     def batch_leaves(self) -> list[Any]:
         """The leaves of the batch, the targets, the side inputs and the states."""
-        parts = (self.x, *self.targets, *self.sides.values())
         states = [leaf for leaves, _ in self.state_leaves.values() for leaf in leaves]
-        return [*states, *(leaf for part in parts for leaf in part.leaves)]
+        return [*states, *(leaf for part in self.batch_parts for leaf in part.leaves)]
 
     def weights(self) -> Weights | None:
-        """The weights of the microbatches' losses; None without a loss. Copies of the pipeline communicate here."""
+        """The weights of the microbatches' losses; None without a loss, or where only other ranks need them.
+
+        Copies of the pipeline communicate here.
+        """
         config = self.config
-        if config.loss is None:
+        if config.loss is None or any(part.absent for part in self._weighted):
             return None
         return weights(config.reduction, self.targets, self.sides, self.number, config.copies, self.loss_scale)
+
+    @property
+    def _weighted(self) -> list[Parts]:
+        """The arguments that the weights of microbatches are computed from."""
+        names = getattr(self.config.reduction, "sides", None)
+        return [] if names is None else [*self.targets, *(self.sides[name] for name in names if name in self.sides)]
 
     def misplaced(self) -> str | None:
         """What to say where a value is on a device of no rank here, such as meta, where tensors hold no numbers."""
         group = self.config.group
         named = [(f"the parameters of stage {stage}", leaves) for stage, (leaves, _) in self.leaves.items()]
-        named += [(p.name, row) for p in (self.x, *self.targets, *self.sides.values()) for row in p.rows]
+        named += [(p.name, row) for p in self.batch_parts if not p.absent for row in p.rows]
         devices = {group.device(rank).type: group.device(rank) for rank in group.here}
         if "meta" in devices:
             return None
@@ -158,7 +218,7 @@ class Call:
         for leaves, spec in (*self.leaves.values(), *self.state_leaves.values()):
             structures.append(spec)
             every += leaves
-        for part in (self.x, *self.targets, *self.sides.values()):
+        for part in self.batch_parts:
             structures.append(part.structure)
             every += part.leaves
         return (
@@ -182,7 +242,7 @@ class Call:
             states[stage] = AbstractTree.flat(spec, leaves)
         dx = training and 1 in self.wanted
         kinds: dict[Kind, int] = {}
-        uniform = all(part.uniform for part in (self.x, *self.targets, *self.sides.values()))
+        uniform = all(part.uniform for part in self.batch_parts)
         kind_of = [kinds.setdefault(self._kind(m, dx), len(kinds)) for m in range(1 if uniform else self.number)]
         schedule = config.schedule_for(self.number)
         if not training:
@@ -196,9 +256,22 @@ class Call:
         )  # fmt: skip
 
     def _kind(self, m: int, dx: bool) -> Kind:
-        x = AbstractTree.flat(self.x.specs[m], self.x.rows[m], dx)
-        targets = tuple(AbstractTree.flat(t.specs[m], t.rows[m]) for t in self.targets)
-        return x, targets, tuple(AbstractTree.of(self.side_inputs(s, m)) for s in range(self.config.stages + 1))
+        x = self._abstract(self.x, m, dx)
+        targets = tuple(self._abstract(target, m) for target in self.targets)
+        return x, targets, tuple(self._abstract_sides(s, m) for s in range(self.config.stages + 1))
+
+    def _abstract_sides(self, stage: int, m: int) -> AbstractTree:
+        """The side inputs of a stage, or of the loss, for one microbatch."""
+        sides = self.side_inputs(stage, m)
+        for name in sides:
+            part = self.sides[name]
+            if part.absent and part.name in self.offers:
+                found = self._abstract(part, m)
+                empty = (
+                    torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device="meta") for a in found.avals.values()
+                )
+                sides[name] = found.fill(empty)
+        return AbstractTree.of(sides)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -212,6 +285,28 @@ def _check_options(config: Config, has_aux: bool, each: Each | None, scale: Loss
         return
     if isinstance(scale, (torch.Tensor, bool)) or not 0 < scale < float("inf"):
         raise BatchError(f"loss_scale={scale!r}; give one number above 0, or a tensor without axes")
+
+
+def _check_absent(config: Config, x: Parts, targets: Sequence[Parts], sides: Mapping[str, Parts]) -> None:
+    """Raise BatchError where an argument is elsewhere that a stage of this process, or the loss, reads."""
+    if not (x.absent or any(part.absent for part in (*targets, *sides.values()))):
+        return
+    readers: list[tuple[Parts, Iterable[int]]] = [(x, [0]), *((target, [config.stages - 1]) for target in targets)]
+    for name, part in sides.items():
+        takers = (min(s, config.stages - 1) for s, names in enumerate(config.sides) if name in names)
+        readers.append((part, list(takers)))
+    for part, stages in readers:
+        here = [stage for stage in stages if stage in config.here]
+        if part.absent and (here or config.local):
+            stage = next(iter(here), 0)
+            raise BatchError(
+                f"{part.name} is elsewhere, but it is read with stage {stage}, which is on rank "
+                f"{config.rank_here(stage)} of this process; pass it here"
+            )
+    if any(stage.aux_loss for stage in config.functions) and isinstance(config.reduction, Weighted):
+        raise BatchError(
+            "a stage has an auxiliary loss, and fpipe.weighted needs the targets on every rank; pass them on all"
+        )
 
 
 def _state(config: Config, state: Sequence[Tree] | None) -> Sequence[Tree]:

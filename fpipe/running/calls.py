@@ -22,16 +22,17 @@ from ..programs.eager.autograd_split import retaining
 from ..programs.internals import transforming, versions
 from ..programs.signature import stage_that_runs
 from ..tree import Tree
-from .arguments import Call
+from .arguments import Call, Offers
 from .config import Config
 from .cotangents import cotangents
 from .debugging import check_leaks, debugging
 from .facts import facts, of_call, shared
 from .feed import Feeder
-from .handshake import agree, tag_of
+from .handshake import agree, tag_of, together
+from .interfaces import tree_data, tree_from_data
 from .loop import drive, execute
 from .microbatches import Microbatches, merge
-from .prepare import Prepared, prepare
+from .prepare import Prepared, Request, prepare
 from .registers import Registers
 from .results import ResultLayout, Results
 
@@ -139,13 +140,24 @@ class Cache:
             described = of_call(known, call.seed, call.scale, "none yet")
             number = config.group.enter(_NEW, dict, (described,))
             schedule = request.schedule
-            agree(config.group, shared(described), lambda fact: str(schedule) if fact == "schedule" else "")
+            details = lambda fact: str(schedule) if fact == "schedule" else ""
+            absent = agree(config.group, shared(described), details, call.absent)
+            if any(absent):
+                request = self._completed(call, absent)
+                known = facts(config, request)
+                agree(config.group, shared(known))
         # Two pipelines may be equal in all facts: each has plans that were prepared for a call of its own.
         prepared = prepare(config, request, tag_of({**shared(known), "number": str(number)}))
         cached = self.plans[key] = CachedPlans(config, prepared, known, number, call.misplaced())
         if len(self.plans) > KEPT:
             del self.plans[next(iter(self.plans))]
         return cached
+
+    def _completed(self, call: Call, absent: Sequence[Mapping[str, bool]]) -> Request:
+        """The request of a call some of whose arguments only other processes have: these describe them."""
+        names = [name for lacking in absent for name in lacking]
+        offers = together(call.config.group, lambda: call.offered(names), _as_data, _from_data)
+        return call.completed(absent, offers).request(self.shares)
 
     def _agree(self, config: Config) -> None:
         """Before the first step of all, copies of the pipeline compare their configurations."""
@@ -155,6 +167,14 @@ class Cache:
                 "schedule": repr(config), "copies": config.copies.told, "tied parameters": str(config.tied),
                 "the dtype of accumulation": str(config.accumulate), "the stages here": str(config.here),
             })  # fmt: skip
+
+
+def _as_data(offers: Offers) -> dict[str, list[Any]]:
+    return {name: list(map(tree_data, trees)) for name, trees in offers.items()}
+
+
+def _from_data(offers: Any) -> Offers:
+    return {name: tuple(map(tree_from_data, trees)) for name, trees in offers.items()}
 
 
 # ---- what can be done with a call -----------------------------------------------------------------------------------

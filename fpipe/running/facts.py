@@ -20,8 +20,9 @@ import torch
 from .. import __version__
 from ..collectives.group import Facts
 from ..programs.autocast import ambient
-from ..stage import Stage
-from ..tree import AbstractTree, Aval
+from ..stage import Elsewhere, Stage
+from ..tree import AbstractTree, Aval, Static
+from .absent import Absent
 from .config import Config
 from .prepare import Request
 from .reduction import Weighted
@@ -40,7 +41,7 @@ def facts(config: Config, request: Request) -> dict[str, str | None]:
         + (", each=" if request.each else ""),
         "microbatches": str(schedule.microbatches),
         "schedule": f"{schedule.name or 'a schedule'} of {schedule.stages} stages ({schedule.digest})",
-        "the kinds of microbatches": str(request.kind_of) if len(request.kinds) > 1 else "(one)",
+        "the kinds of microbatches": _kinds(request),
         "the shape of x": _shapes([kind[0] for kind in request.kinds]),
         "the shapes of the targets": _shapes([target for kind in request.kinds for target in kind[1]]),
         "the loss function": "none" if loss is None else named(loss),
@@ -77,6 +78,8 @@ def named(function: Callable[..., Any]) -> str:
     >>> named(lambda x: x + 1) == named(lambda x: x + 1), named(lambda x: x + 1) == named(lambda x: x + 2)
     (True, False)
     """
+    if isinstance(function, Elsewhere):
+        return function.text
     if isinstance(function, Stage):
         options = [name for name in ("aux_loss", "state") if getattr(function, name)]
         return " ".join([function.name, named(function.fn), *options]).lstrip()
@@ -107,6 +110,17 @@ def _text(value: object) -> str:
     return str(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
+def _kinds(request: Request) -> str | None:
+    if any(_unknown(each) for x, targets, _ in request.kinds for each in (x, *targets)):
+        return None
+    return str(request.kind_of) if len(request.kinds) > 1 else "(one)"
+
+
+def _unknown(tree: AbstractTree) -> bool:
+    """Whether it stands for an argument that is elsewhere and that no process has described yet."""
+    return any(isinstance(leaf, Static) and leaf.type is Absent for leaf in tree.leaves)
+
+
 def _reduction(config: Config) -> str:
     reduction = config.reduction
     return f"weighted by {named(reduction.fn)}" if isinstance(reduction, Weighted) else str(reduction)
@@ -119,7 +133,7 @@ def _parts(texts: Sequence[str]) -> str:
 
 def _shapes(trees: Sequence[AbstractTree]) -> str | None:
     rows = [[leaf for leaf in tree.leaves if isinstance(leaf, Aval)] for tree in trees]
-    return None if not any(rows) else "; ".join(", ".join(map(str, row)) for row in rows)
+    return None if not any(rows) or any(map(_unknown, trees)) else "; ".join(", ".join(map(str, row)) for row in rows)
 
 
 def _strides(trees: Sequence[AbstractTree]) -> str:

@@ -18,6 +18,8 @@ from ..collectives.group import Facts, Group
 from ..errors import MismatchError, PeerError
 
 T = TypeVar("T")
+#: The remedy where ranks do not build a pipeline together.
+TOGETHER = "where one rank leaves stages out, every rank builds the pipeline, and leaves one out at least"
 
 
 def alone(group: Group) -> bool:
@@ -30,19 +32,23 @@ def tag_of(facts: Facts) -> int:
     return int.from_bytes(hashlib.sha256(repr(sorted(facts.items())).encode()).digest()[:7], "little")
 
 
-def agree(group: Group, facts: Facts, details: Callable[[str], str] = lambda fact: "") -> None:
+def agree(group: Group, facts: Facts, details: Callable[[str], str] = lambda fact: "", more: Any = None) -> list[Any]:
     """Raise MismatchError on every rank where facts differ between ranks; ``None`` is not compared.
 
-    ``details`` returns a long form of a fact; it is called only where the fact differs.
+    ``details`` returns a long form of a fact; it is called only where the fact differs. Returns ``more`` of every rank.
     """
     if alone(group):
-        return
-    by_rank = dict(enumerate(group.gather_objects(dict(facts))))
-    found = Difference.of(by_rank)
+        return [more]
+    gathered = group.gather_objects(("facts", dict(facts), more))
+    for rank, (what, *_) in enumerate(gathered):
+        if what != "facts":
+            raise MismatchError(f"rank {group.global_rank(rank)} builds a pipeline while others call one; {TOGETHER}")
+    found = Difference.of({rank: known for rank, (_, known, _) in enumerate(gathered)})
     if found is not None:
         where = _difference(group.gather_objects(details(found.fact)), *found.ranks)
         names = [group.global_rank(rank) for rank in range(group.size)]
         raise MismatchError(f"{found.text(names, where)}. Nothing was sent")
+    return [each for *_, each in gathered]
 
 
 def _difference(texts: list[str], one: int, other: int) -> str:

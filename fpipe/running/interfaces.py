@@ -15,7 +15,7 @@ from ..tree import AbstractLeaf, AbstractTree, Aval, Static, Structure
 
 #: Fields of an AbstractTree and of an Interface.
 TreeData = tuple[Structure, tuple[Any, ...], bool, tuple[tuple[int, int], ...]]
-Data = tuple[TreeData | None, tuple[Any, ...], TreeData | None]
+Data = tuple[TreeData, tuple[Any, ...], TreeData | None]
 
 
 def as_data(interface: Interface) -> Data:
@@ -27,27 +27,27 @@ def as_data(interface: Interface) -> Data:
     >>> from_data(as_data(interface)) == interface
     True
     """
-    return _tree(interface.y), tuple([getattr(interface, name) for name in _PLAIN]), _tree(interface.state)
+    plain, state = tuple([getattr(interface, name) for name in _PLAIN]), interface.state
+    return tree_data(interface.y), plain, None if state is None else tree_data(state)
 
 
 def from_data(data: Data) -> Interface:
     """The interface that :func:`as_data` converted."""
     y, plain, state = data
-    tree = _from_tree(y)
-    assert tree is not None
-    return Interface(tree, **dict(zip(_PLAIN, plain, strict=True)), state=_from_tree(state))
+    state = None if state is None else tree_from_data(state)
+    return Interface(tree_from_data(y), **dict(zip(_PLAIN, plain, strict=True)), state=state)
 
 
 _PLAIN = ("ys", "dxs", "dys", "takes_x", "takes_dy", "aux", "leaves")
 
 
-def _tree(tree: AbstractTree | None) -> TreeData | None:
-    return None if tree is None else (tree.spec, tuple(map(_leaf, tree.leaves)), tree.computed, tree.repeats)
+def tree_data(tree: AbstractTree) -> TreeData:
+    """An abstract tree as data."""
+    return tree.spec, tuple(map(_leaf, tree.leaves)), tree.computed, tree.repeats
 
 
-def _from_tree(data: TreeData | None) -> AbstractTree | None:
-    if data is None:
-        return None
+def tree_from_data(data: TreeData) -> AbstractTree:
+    """The abstract tree that :func:`tree_data` converted."""
     spec, leaves, computed, repeats = data
     return AbstractTree(spec, tuple(map(_from_leaf, leaves)), computed, repeats)
 

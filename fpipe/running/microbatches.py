@@ -17,6 +17,7 @@ import torch
 from .. import tree
 from ..errors import BatchError
 from ..tree import Tree
+from .absent import Absent, stand_ins
 
 
 class Microbatches:
@@ -110,7 +111,7 @@ class Parts:
     ``leaves`` are those that were passed, and ``structure`` is that of the batch, or of each of its parts. ``uniform``
     says that all rows have one shape, so that the first row describes all. A batch is checked at once but cut only when
     its rows are read: most ranks read none. With ``shared_scalars`` a tensor without axes is the same for every
-    microbatch; without it, it is an error.
+    microbatch; without it, it is an error. ``absent``: another process has it, and tensors have no data here.
 
     >>> Parts(torch.arange(4), 2, "x").rows
     [(tensor([0, 1]),), (tensor([2, 3]),)]
@@ -119,15 +120,23 @@ class Parts:
     def __init__(self, batch: Tree, parts: int, name: str, shared_scalars: bool = False):
         self.name, self.uniform = name, not isinstance(batch, Microbatches)
         if self.uniform:
-            self.leaves, self.structure = tree.flatten(batch)
+            leaves, self.structure = tree.flatten(batch)
+            self.leaves, self.absent = stand_ins(leaves, name)
             self.specs = [self.structure] * parts
             for leaf in self.leaves:
                 _check_leaf(leaf, parts, name, shared_scalars)
         else:
-            flat = [tree.flatten(part) for part in split(batch, parts, name)]
-            self.leaves = [leaf for leaves, _ in flat for leaf in leaves]
-            self.specs = [spec for _, spec in flat]
+            flat = [(*tree.flatten(part), f"{name}[{m}]") for m, part in enumerate(split(batch, parts, name))]
+            rows = [stand_ins(leaves, which) for leaves, _, which in flat]
+            self.leaves = [leaf for leaves, _ in rows for leaf in leaves]
+            self.absent = any(absent for _, absent in rows)
+            self.specs = [spec for _, spec, _ in flat]
             self.structure = tuple(self.specs)
+
+    @property
+    def unknown(self) -> bool:
+        """Whether it is elsewhere and its shapes are not known here."""
+        return self.absent and any(isinstance(leaf, Absent) for leaf in self.leaves)
 
     @cached_property
     def rows(self) -> Sequence[Sequence[Any]]:

@@ -30,6 +30,7 @@ from .arguments import Call, Each
 from .calls import Cache
 from .config import Config, Loss, Outputs, ties
 from .derived import nested
+from .descriptions import described
 from .prepare import Mode, Prepared
 from .reduction import Reduction
 
@@ -230,10 +231,10 @@ def pipeline(
     if not isinstance(stages, (list, tuple)) or not stages:
         raise StageError("stages must be a list of functions fn(params, x), one at least")
     group = group or init()
-    parts = [as_stage(stage) for stage in stages]
-    devices = map(group.device, group.here)
     if isinstance(schedule, Schedule) and microbatches is None:
         microbatches = schedule.microbatches
+    parts = described(Config(tuple(map(as_stage, stages)), schedule, group, microbatches=microbatches))
+    devices = map(group.device, group.here)
     return Pipeline(Config(
         without_unsafe_compilers([with_defaults(stage, engine, compile) for stage in parts], devices, stacklevel=2),
         schedule, group,

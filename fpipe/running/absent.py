@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fpipe.elsewhere``: stands for an argument of a call that only another process has.
+
+What plans need of such an argument, its structure, shapes, dtypes and strides, comes from a process that has it, once
+for each signature of a call. Knows pytrees; no pipeline and no group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import BatchError
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A leaf, or a whole argument, that another process has; see :func:`elsewhere`."""
+
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+
+    def stand_in(self) -> Absent | torch.Tensor:
+        """A tensor of the shape without data, where the shape is known."""
+        return self if self.shape is None else torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+def elsewhere(shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Absent:
+    """Stands for an argument of a pipeline on the processes that do not have it.
+
+    ``x`` is read by the processes that have the first stage, targets by those that have the last, side inputs by those
+    whose stages name them; all others may pass ``fpipe.elsewhere(...)``. With a shape and a dtype it stands for one
+    leaf, so an argument of several leaves is a pytree of them, and nothing is sent in a call. Without them it stands
+    for a whole argument, whose shapes are received in the first call, and must then stay as they are.
+
+    Args:
+        shape: of the tensor, as the processes have it that pass it.
+        dtype: of the tensor; by default torch's default dtype.
+
+    Returns:
+        a value to pass as an argument of a call, or as a leaf of one.
+
+    Raises:
+        BatchError: if a shape is no sequence of sizes, or a dtype is given without one.
+
+    >>> elsewhere((8, 128), torch.long)
+    Absent(shape=(8, 128), dtype=torch.int64)
+    """
+    if shape is None:
+        if dtype is not None:
+            raise BatchError(f"elsewhere(dtype={dtype}) has no shape; give both, or neither for a whole argument")
+        return Absent()
+    sizes = tuple(shape) if isinstance(shape, Sequence) else ()
+    if not isinstance(shape, Sequence) or not all(isinstance(size, int) and size >= 0 for size in sizes):
+        raise BatchError(f"elsewhere(shape={shape!r}); give a sequence of sizes, as in (8, 128)")
+    return Absent(sizes, torch.get_default_dtype() if dtype is None else dtype)
+
+
+def stand_ins(leaves: Sequence[Any], name: str) -> tuple[list[Any], bool]:
+    """Leaves with stand-ins for those that are elsewhere, and whether the argument is; all of its tensors are, or none.
+
+    >>> stand_ins([elsewhere((2,)), 3], "x")
+    ([tensor(..., device='meta', size=(2,)), 3], True)
+    """
+    absent = [isinstance(leaf, Absent) for leaf in leaves]
+    if not any(absent):
+        return list(leaves), False
+    here = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+    if here is not None:
+        raise BatchError(
+            f"{name} holds a tensor of shape {list(here.shape)} beside fpipe.elsewhere(...); pass all of it, or "
+            "elsewhere for each of its tensors"
+        )
+    if len(leaves) > 1 and any(leaf == Absent() for leaf in leaves):
+        raise BatchError(
+            f"{name} holds fpipe.elsewhere() without a shape, which stands for a whole argument; pass it in place of "
+            f"{name}, or give shapes"
+        )
+    return [leaf.stand_in() if isinstance(leaf, Absent) else leaf for leaf in leaves], True
