@@ -19,7 +19,7 @@ _TABLE = {
     "collectives.local": "local",
     "collectives.setup": "adopt init",
     "command.launch": "launch",
-    "errors": "ActionError BatchError DeadlockError FpipeError GroupError LaunchError MismatchError"
+    "errors": "ActionError BatchError CheckpointError DeadlockError FpipeError GroupError LaunchError MismatchError"
     " PeerError ScheduleError StageError StalledError TraceError TransformError"
     " UnsupportedError WeaveError",
     "generators": "make_schedule register_schedule schedule_names",
@@ -37,6 +37,8 @@ _TABLE = {
     "running.pipeline": "Pipeline grad pipeline value_and_grad vjp",
     "running.profile.profiling": "measure_costs profile",
     "running.reduction": "weighted",
+    "saving.load": "load",
+    "saving.save": "save",
     "schedule": "Action Fused Placement Schedule",
     "schedules.costs": "Costs",
     "schedules.timeline": "Timeline",
@@ -89,6 +91,8 @@ if TYPE_CHECKING:
     from .running.profile.profiling import measure_costs as measure_costs
     from .running.profile.profiling import profile as profile
     from .running.reduction import weighted as weighted
+    from .saving.load import load as load
+    from .saving.save import save as save
     from .schedule import *
     from .schedules.costs import Costs as Costs
     from .schedules.timeline import Timeline as Timeline

@@ -8,6 +8,7 @@
     │   └── ActionError      a stage raised while the plan ran (chains the user's own exception)
     ├── BatchError           a batch that cannot be split, or microbatches that do not fit
     ├── WeaveError           a hand-written weave that breaks one of its programs
+    ├── CheckpointError      files of a checkpoint, or trees to save, that do not fit
     ├── TransformError       a gradient transform whose arguments or trees do not fit
     └── GroupError           the processes or their devices
         ├── MismatchError    ranks that disagree about a call: its plan, shapes, functions or options, or versions
@@ -62,6 +63,10 @@ class BatchError(FpipeError, ValueError):
 
 class WeaveError(FpipeError, ValueError):
     """A hand-written weave of two programs that breaks the order of one of them."""
+
+
+class CheckpointError(FpipeError, ValueError):
+    """Files of a checkpoint that are incomplete, damaged or for another model, or trees that cannot be saved."""
 
 
 class TransformError(FpipeError, ValueError):

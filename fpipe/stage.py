@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch.fx.traceback import annotate
@@ -24,6 +24,15 @@ from .errors import StageError
 Engine: TypeAlias = Literal["trace", "eager"]
 #: Which axes of inputs may have any size: those that differ (None), none, the first two, or those named.
 Dynamic: TypeAlias = bool | Sequence[int] | Mapping[str, Sequence[int]] | None
+#: The numbers of the blocks of a stage in the model, of its parameters or of lists in them by path; or names of parts.
+Layers: TypeAlias = Sequence[int] | Mapping[str, Sequence[int] | str] | None
+
+
+class Weight(NamedTuple):
+    """A parameter of a module: its name in the whole model, and a tensor of its shape and dtype without data."""
+
+    key: str
+    like: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,12 @@ class Stage:
     ``dynamic``: one trace serves all sizes of the axes that differ between calls. ``True``, axes, or axes by leaf
     (``{"x": (0, 1), "mask": (2, 3)}``) say beforehand which ones may; ``False`` traces every size on its own.
 
+    ``name`` is the name of the stage in messages and checkpoints. ``layers`` numbers the equal blocks of the stage
+    within the model, so that checkpoints do not depend on where the model is cut: ``layers=range(4, 8)`` where the
+    parameters are a list of four blocks, ``layers={"blocks": range(4, 8), "wte": "embed"}`` where ``params["blocks"]``
+    is such a list, and ``params["wte"]`` is called ``embed`` in the model. ``weights`` are those of a module, by their
+    names in the stage; ``from_module`` sets them.
+
     >>> Stage(lambda p, x: (x, x.sum()), aux_loss=True).aux_loss
     True
     """
@@ -70,6 +85,8 @@ class Stage:
     initial_state: Any = field(default=None, kw_only=True, compare=False)
     like: Callable[..., Any] | None = field(default=None, kw_only=True)
     dynamic: Dynamic = field(default=None, kw_only=True)
+    layers: Layers = field(default=None, kw_only=True, compare=False)
+    weights: Mapping[str, Weight] | None = field(default=None, kw_only=True, compare=False)
 
     @classmethod
     def elsewhere(cls) -> Stage:

@@ -214,14 +214,14 @@ def _default_parts(value: defaultdict[Any, Any]) -> Parts | None:
 
 def _named_parts(value: Any) -> Parts | None:
     cls = type(value)
-    return (cls.__module__, cls.__qualname__, *value) if _named(cls.__module__, cls.__qualname__) is cls else None
+    return (cls.__module__, cls.__qualname__, *value) if named_class(cls.__module__, cls.__qualname__) is cls else None
 
 
 def _is_named(cls: type) -> bool:
     return optree.is_namedtuple_class(cls) or optree.is_structseq_class(cls)
 
 
-def _named(module: str, name: str) -> type | None:
+def named_class(module: str, name: str) -> type | None:
     """A class of named tuples of a loaded module. Attributes are not asked for: that may run code of a module."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
@@ -233,7 +233,7 @@ def _named(module: str, name: str) -> type | None:
 
 def _build_named(parts: Parts) -> Any:
     module, name, *values = parts
-    cls = _named(module, name)
+    cls = named_class(module, name)
     if cls is None:
         raise ValueError(f"{module}.{name} is not a named tuple of a module that this process has imported")
     if optree.is_structseq_class(cls):

@@ -16,7 +16,7 @@ from ..generators import is_path, read_schedule, schedule_from
 from ..schedule import Schedule
 from ..schedules.costs import Costs
 from ..schedules.files import read_bytes
-from .progress import progress
+from ..schedules.progress import progress
 
 MOST_COSTS = 16 << 20  #: bytes of a file of costs
 INVALID = 1  #: exit status for a schedule that is not valid

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import tree
 from ..errors import StageError
-from ..stage import Engine, Stage
+from ..stage import Engine, Stage, Weight
 
 
 def clone(module: nn.Module, replacements: Mapping[nn.Module, nn.Module] | None = None) -> nn.Module:
@@ -120,6 +120,12 @@ def running(module: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
     return [name for name in buffers if name in statistics or tree.matches(name, patterns)]
 
 
+def _weights(claim: Claim) -> dict[str, Weight]:
+    """The parameters of a stage by name, without data, with their first names in the whole model."""
+    pairs = zip(claim.params.items(), claim.groups, strict=True)
+    return {n: Weight(key, torch.empty(p.shape, dtype=p.dtype, device="meta")) for (n, p), key in pairs}
+
+
 class Pure:
     """Runs a clone with parameters and state passed in; the base of stage functions.
 
@@ -143,7 +149,7 @@ class Pure:
         """This function as a Stage with the frozen and tied parameters of the claim."""
         return Stage(
             self, state=self.initial_state is not None, initial_state=self.initial_state, frozen=claim.frozen,
-            ties=claim.ties, name=self.name, engine=engine, aux_loss=aux_loss,
+            ties=claim.ties, name=self.name, engine=engine, aux_loss=aux_loss, weights=_weights(claim),
         )  # fmt: skip
 
     def __call__(self, params: Mapping[str, torch.Tensor], *rest: Any, **side: Any) -> Any:

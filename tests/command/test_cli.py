@@ -16,11 +16,11 @@ import click
 import pytest
 
 from fpipe.command import checking, cli
-from fpipe.command.progress import Track
 from fpipe.errors import ScheduleError
 from fpipe.generators import comparison, make_schedule, schedule_names
 from fpipe.schedule import Schedule
 from fpipe.schedules.costs import Costs
+from fpipe.schedules.progress import Track
 
 GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
@@ -386,7 +386,7 @@ def test_a_long_file_shows_progress_on_a_terminal(
     screen = io.StringIO()
     monkeypatch.setattr(screen, "isatty", lambda: terminal)
     monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr("fpipe.command.progress.AFTER", 0.0)
+    monkeypatch.setattr("fpipe.schedules.progress.AFTER", 0.0)
     monkeypatch.setenv("TERM", "xterm")
 
     def slow(path: Path, track: Track) -> Schedule:

@@ -55,6 +55,9 @@ PACKAGES = {
         "collectives devices errors generators plans programs schedule schedules stage tree",
     ),
     "transforms": Entry("gradient transforms, (init, update)", "schedules", "collectives errors plans programs tree"),
+    "saving": Entry(
+        "checkpoints, whole weights", "how a pipeline runs", "collectives errors plans schedules stage tree"
+    ),
     "interop": Entry(
         "other people's models, trainers, files", "plans", "errors generators running schedule stage tree"
     ),

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this package uses of a pipeline, and how its processes agree. Must not know files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from ..collectives.group import Group
+from ..errors import CheckpointError
+from ..plans.sharding import Copies
+
+
+class Pipe(Protocol):
+    """The part of a pipeline that this package uses."""
+
+    @property
+    def config(self) -> Any: ...
+    @property
+    def cache(self) -> Any: ...
+    @property
+    def group(self) -> Group: ...
+    @property
+    def copies(self) -> Copies | None: ...
+    @property
+    def here(self) -> tuple[int, ...]: ...
+    @property
+    def stages(self) -> int: ...
+    @property
+    def tied(self) -> tuple[tuple[str, ...], ...]: ...
+    @property
+    def placement(self) -> Any: ...
+    @property
+    def parts(self) -> Group | None: ...
+    def gather(self, obj: object) -> list[Any]: ...
+    def place(self, params: Sequence[Any]) -> list[Any]: ...
+    def shard(self, params: Sequence[Any]) -> list[Any]: ...
+
+
+def everyone(pipe: Pipe, text: str) -> list[str]:
+    """What all processes of all copies passed, without repeats; every process calls this."""
+    rows = pipe.gather(text)
+    if pipe.copies is not None:
+        rows = [row for part in pipe.copies.group.gather_objects(rows) for row in part]
+    return list(dict.fromkeys(rows))
+
+
+def is_first(pipe: Pipe) -> bool:
+    """Whether this process is the first of the first copy of a pipeline."""
+    return 0 in pipe.group.here and (pipe.copies is None or pipe.copies.part == 0)
+
+
+def agree(pipe: Pipe, act: Callable[[], Any]) -> Any:
+    """The result of an action of every process; CheckpointError on all of them where it failed on one."""
+    result, fault, message = None, None, ""
+    try:
+        result = act()
+    except Exception as error:
+        fault = error
+        message = str(error) if isinstance(error, (CheckpointError, OSError)) else f"{type(error).__name__}: {error}"
+    faults = [text for text in everyone(pipe, message) if text]
+    if isinstance(fault, CheckpointError):
+        raise fault
+    if faults:
+        raise CheckpointError(faults[0]) from fault
+    return result

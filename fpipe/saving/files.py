@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Safetensors files: written with a hash for each tensor, read by ranges, whoever wrote them.
+
+A file is 8 bytes with the length of its header, the header as JSON, and the data of the tensors in sequence. Files are
+opened in one folder, by names without a path, and links are not followed. Knows no checkpoint and no rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from io import FileIO
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+
+_LENGTH = struct.Struct("<Q")
+#: Bytes of a header at most, as in the safetensors package.
+MOST_HEADER = 100_000_000
+_BLOCK = 8 << 20
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
+#: Names of dtypes in the files. complex128 has none: it is written as pairs of float64.
+NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64", torch.uint64: "U64",
+    torch.uint32: "U32", torch.uint16: "U16", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}  # fmt: skip
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+class Header(NamedTuple):
+    """What a file says of one tensor; ``begin`` and ``end`` are bytes of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Entry(NamedTuple):
+    """A tensor to write: its name, dtype and shape, and a function that returns its bytes when it is its turn."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    data: Callable[[], bytes | bytearray]
+
+    @property
+    def bytes(self) -> int:
+        """The size of its data."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class Written(NamedTuple):
+    """A file that was written: bytes in all and of its header, hash of the header; by tensor first, last byte, hash."""
+
+    size: int
+    header: int
+    sha256: str
+    pieces: tuple[tuple[int, int, str], ...]
+
+
+# ---- tensors and bytes ----------------------------------------------------------------------------------------------
+def to_bytes(tensor: Tensor) -> bytearray:
+    """The elements of a tensor in memory of their own on the host.
+
+    >>> bytes(to_bytes(torch.tensor([1, 256], dtype=torch.int16)))
+    b'\\x01\\x00\\x00\\x01'
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    raw = bytearray(flat.numel())
+    if raw:
+        torch.frombuffer(raw, dtype=torch.uint8).copy_(flat)
+    return raw
+
+
+def from_bytes(raw: bytearray, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """A tensor on the host over these bytes.
+
+    >>> from_bytes(bytearray(b"\\x01\\x00\\x00\\x01"), torch.int16, (2,))
+    tensor([  1, 256], dtype=torch.int16)
+    """
+    if not raw:
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    flat = torch.frombuffer(raw, dtype=torch.uint8)
+    return (flat != 0 if dtype is torch.bool else flat.view(dtype)).reshape(tuple(shape))
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+def write(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> Written:
+    """Write a new file and flush it to the disk; the data of one tensor are in memory at a time."""
+    rows: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for entry in entries:
+        name, shape = _stored(entry)
+        rows[entry.name] = {"dtype": name, "shape": shape, "data_offsets": [at, at + entry.bytes]}
+        at += entry.bytes
+    text = json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # data begin at a multiple of 8 bytes
+    head = _LENGTH.pack(len(text)) + text
+    pieces, begin = [], len(head)
+    with open(path, "xb") as file:
+        file.write(head)
+        for entry in entries:
+            raw = entry.data()
+            if len(raw) != entry.bytes:
+                raise CheckpointError(f"{entry.name!r} has {len(raw)} bytes, and its shape {entry.bytes}")
+            file.write(raw)
+            pieces.append((begin, begin + len(raw), hashlib.sha256(raw).hexdigest()))
+            begin += len(raw)
+        file.flush()
+        os.fsync(file.fileno())
+    return Written(begin, len(head), hashlib.sha256(head).hexdigest(), tuple(pieces))
+
+
+def _stored(entry: Entry) -> tuple[str, list[int]]:
+    """Dtype and shape as the header has them."""
+    if entry.dtype is torch.complex128:
+        return "F64", [*entry.shape, 2]
+    return NAMES[entry.dtype], list(entry.shape)
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+@contextmanager
+def opened(folder: Path, name: str) -> Iterator[FileIO]:
+    """A regular file directly in a folder; CheckpointError for a link, a device, a path, or where there is none."""
+    if not _NAME.fullmatch(name):
+        raise CheckpointError(f"{name!r} is no name of a file in {folder}; such a checkpoint is not read")
+    try:
+        number = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        why = "a symbolic link, which is not followed" if (folder / name).is_symlink() else error.strerror
+        raise CheckpointError(f"{folder / name}: {why}; use a complete copy of the checkpoint") from error
+    with os.fdopen(number, "rb", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(number).st_mode):
+            raise CheckpointError(f"{folder / name} is not a regular file; such a checkpoint is not read")
+        yield file
+
+
+def size_of(file: FileIO) -> int:
+    """The bytes of an open file."""
+    return os.fstat(file.fileno()).st_size
+
+
+def header(file: FileIO, what: str) -> tuple[dict[str, Header], bytes]:
+    """The tensors of a file by name, in the order of their data, and the bytes before the data.
+
+    Raises CheckpointError for anything that safetensors does not allow: a header that is too long or is not JSON,
+    tensors that overlap, leave a gap or do not have the bytes of their shape.
+    """
+    try:
+        length = _LENGTH.unpack(exactly(file, 0, _LENGTH.size))[0]
+        if not 2 <= length <= min(MOST_HEADER, size_of(file) - _LENGTH.size):
+            raise ValueError(f"a header of {length} bytes in a file of {size_of(file)}")
+        text = exactly(file, _LENGTH.size, length)
+        rows = json.loads(text, object_pairs_hook=_unique)
+        if not isinstance(rows, dict):
+            raise ValueError("its header is no object")
+        rows.pop("__metadata__", None)
+        found = {name: _entry(row, _LENGTH.size + length) for name, row in rows.items()}
+        ordered = dict(sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)))
+        at = _LENGTH.size + length
+        for name, entry in ordered.items():
+            if entry.begin != at:
+                raise ValueError(f"{name!r} begins at byte {entry.begin}, not at {at}")
+            at = entry.end
+        if at != size_of(file):
+            raise ValueError(f"its data end at byte {at} of {size_of(file)}")
+        return ordered, _LENGTH.pack(length) + text
+    except (ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
+        raise CheckpointError(f"{what} is no safetensors file: {error}; files of other formats are not read") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
+def _entry(row: Any, start: int) -> Header:
+    dtype, shape = DTYPES[row["dtype"]], row["shape"]
+    begin, end = row["data_offsets"]
+    if not all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, begin, end)):
+        raise ValueError(f"shape {shape!r} at {begin!r} to {end!r}")
+    if prod(shape) * dtype.itemsize != end - begin:
+        raise ValueError(f"{end - begin} bytes for {row['dtype']}{shape}")
+    return Header(dtype, tuple(shape), start + begin, start + end)
+
+
+def exactly(file: FileIO, begin: int, count: int) -> bytearray:
+    """Bytes of a file; ValueError where it is shorter."""
+    if begin + count > size_of(file):
+        raise ValueError(f"it ends before byte {begin + count}")
+    raw = bytearray(count)
+    view, at = memoryview(raw), 0
+    file.seek(begin)
+    while at < count:
+        read = file.readinto(view[at : at + _BLOCK])
+        if not read:
+            raise ValueError(f"it ends before byte {begin + count}")
+        at += read
+    return raw
+
+
+def checked(file: FileIO, begin: int, end: int, sha256: str, low: int, high: int) -> bytearray | None:
+    """Bytes ``low`` to ``high`` of those from ``begin`` to ``end``, all of which are read; None for another hash."""
+    if low == 0 and high == end - begin:
+        raw = exactly(file, begin, end - begin)
+        return raw if hashlib.sha256(raw).hexdigest() == sha256 else None
+    digest, found = hashlib.sha256(), bytearray()
+    for at in range(begin, end, _BLOCK):
+        block = exactly(file, at, min(_BLOCK, end - at))
+        digest.update(block)
+        first, last = max(low - (at - begin), 0), min(high - (at - begin), len(block))
+        found += block[first : max(first, last)]
+    return found if digest.hexdigest() == sha256 else None
+
+
+def hashed(file: FileIO, begin: int, end: int) -> str:
+    """The hash of a range of a file."""
+    digest = hashlib.sha256()
+    for at in range(begin, end, _BLOCK):
+        digest.update(exactly(file, at, min(_BLOCK, end - at)))
+    return digest.hexdigest()
+
+
+def plain(tensor: Tensor, name: str) -> Tensor:
+    """The tensor, if it can be written; CheckpointError for other layouts and for classes with tensors inside."""
+    known = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+    if not known or tensor.is_quantized or tensor.dtype not in {*NAMES, torch.complex128}:
+        kind = f"{type(tensor).__name__}, {tensor.layout}, {tensor.dtype}, {tensor.device}"
+        raise CheckpointError(f"{name}: a tensor ({kind}) that safetensors cannot hold; save a plain dense tensor")
+    return tensor
+
+
+def grouped(entries: Iterable[Any], size: Callable[[Any], int], most: int) -> Iterator[list[Any]]:
+    """Consecutive entries in lists of at most ``most`` bytes each, or of one entry.
+
+    >>> list(grouped([3, 1, 9, 1], lambda n: n, 4))
+    [[3, 1], [9], [1]]
+    """
+    row: list[Any] = []
+    held = 0
+    for entry in entries:
+        if row and held + size(entry) > most:
+            yield row
+            row, held = [], 0
+        row.append(entry)
+        held += size(entry)
+    if row:
+        yield row

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manifest of a checkpoint: structures, leaves with the places of their data, files and hashes; checked JSON.
+
+It is written last, under its final name at once, and begins with the hash of the rest: a folder with a manifest is a
+complete checkpoint, and a folder without one is none. This module must not know pipelines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import __version__
+from ..errors import CheckpointError
+from .files import DTYPES, NAMES, exactly, hashed, opened, size_of
+from .structure import Node
+
+NAME = "manifest.json"
+#: Bytes of a manifest at most.
+MOST = 1 << 30
+_START, _BETWEEN, _END = b'{"sha256": "', b'",\n"manifest": ', b"}\n"
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*NAMES, torch.complex128)}
+_HEX = frozenset("0123456789abcdef")
+
+
+class Piece(NamedTuple):
+    """Elements ``first`` to ``last`` of a flat leaf: in which file, at which bytes, with which hash."""
+
+    first: int
+    last: int
+    file: str
+    begin: int
+    end: int
+    sha256: str
+
+
+class File(NamedTuple):
+    """A file of tensors: its bytes, those before the data, and the hash of these."""
+
+    size: int
+    header: int
+    sha256: str
+
+
+class Leaf(NamedTuple):
+    """A tensor: dtype and shape, whether it was on the host, and its pieces, in order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    host: bool
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype."""
+        return _DTYPES[self.dtype]
+
+    @property
+    def bytes(self) -> int:
+        """Of its data."""
+        return prod(self.shape) * self.torch_dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds. ``trees`` are the structures of what was saved, by name."""
+
+    trees: Mapping[str, Node]
+    leaves: Mapping[str, Leaf]
+    stages: Mapping[str, Node] = field(default_factory=dict)  # structures of parameters, by the name of the stage
+    layers: Mapping[str, Mapping[str, Node]] = field(default_factory=dict)  # by list of blocks and number
+    slots: Mapping[str, Mapping[str, Node]] = field(default_factory=dict)  # by path in a tree, and parameter
+    files: Mapping[str, File] = field(default_factory=dict)
+    fpipe: str = __version__
+
+    @property
+    def bytes(self) -> int:
+        """Of all tensors."""
+        return sum(leaf.bytes for leaf in self.leaves.values())
+
+    @cached_property
+    def digest(self) -> str:
+        """The hash of its text."""
+        return hashlib.sha256(self._text()).hexdigest()
+
+    def _text(self) -> bytes:
+        return json.dumps(asdict(self), indent=0, ensure_ascii=False).encode()
+
+    def write(self, folder: Path) -> None:
+        """Write it into a folder whose files are complete."""
+        part = folder / f".{secrets.token_hex(8)}.part"
+        with open(part, "xb") as file:
+            file.write(_START + self.digest.encode() + _BETWEEN + self._text() + _END)
+            file.flush()
+            os.fsync(file.fileno())
+        flush_folder(folder)
+        part.rename(folder / NAME)
+        flush_folder(folder)
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The manifest of a folder; CheckpointError where the checkpoint is incomplete or the manifest damaged."""
+        if not (folder / NAME).is_file():
+            why = "has no manifest, so it was not completed" if folder.is_dir() else "is no folder"
+            raise CheckpointError(f"{folder} {why}; load a complete checkpoint")
+        with opened(folder, NAME) as file:
+            try:
+                if size_of(file) > MOST:
+                    raise ValueError(f"{size_of(file)} bytes, at most {MOST}")
+                return cls.parse(bytes(exactly(file, 0, size_of(file))))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise CheckpointError(
+                    f"{folder / NAME} is damaged or no manifest of fpipe: {error}; load another checkpoint"
+                ) from error
+
+    @classmethod
+    def parse(cls, raw: bytes) -> Manifest:
+        """The manifest from its bytes; ValueError and the like for all that ``write`` would not write."""
+        start = len(_START) + 64
+        text = raw[start + len(_BETWEEN) : len(raw) - len(_END)]
+        digest = hashlib.sha256(text).hexdigest()
+        if raw != _START + digest.encode() + _BETWEEN + text + _END:
+            raise ValueError("its hash is another one")
+        rows = json.loads(text)
+        rows["files"] = {name: File(*row) for name, row in rows["files"].items()}
+        rows["leaves"] = {
+            key: Leaf(dtype, tuple(shape), host, tuple(Piece(*piece) for piece in pieces))
+            for key, (dtype, shape, host, pieces) in rows["leaves"].items()
+        }
+        manifest = cls(**rows)
+        for key, leaf in manifest.leaves.items():
+            manifest.check_leaf(key, leaf)
+        return manifest
+
+    def check_leaf(self, key: str, leaf: Leaf) -> None:
+        """Raise ValueError unless the pieces of a leaf are all of its elements, each within its file."""
+        itemsize = leaf.torch_dtype.itemsize
+        if not all(type(n) is int and n >= 0 for n in leaf.shape) or not isinstance(leaf.host, bool):
+            raise ValueError(f"{key!r} has the shape {leaf.shape}")
+        at = 0
+        for piece in leaf.pieces:
+            file = self.files[piece.file]
+            if piece.first != at or (piece.last - piece.first) * itemsize != piece.end - piece.begin:
+                raise ValueError(f"{key!r} has a gap at element {at}")
+            if not file.header <= piece.begin <= piece.end <= file.size or not is_hash(piece.sha256):
+                raise ValueError(f"{key!r} has data outside of {piece.file!r}")
+            at = piece.last
+        if at != prod(leaf.shape):
+            raise ValueError(f"{key!r} has {at} of {prod(leaf.shape)} elements")
+
+    # ---- the files --------------------------------------------------------------------------------------------------
+    def check_file(self, folder: Path, name: str) -> None:
+        """Raise CheckpointError where size or header of a file are others than when it was written."""
+        row = self.files[name]
+        with opened(folder, name) as file:
+            if size_of(file) != row.size or hashed(file, 0, row.header) != row.sha256:
+                raise damaged(folder / name, "its size or header")
+
+    def faults(self, folder: Path, track: Any = iter) -> Iterator[str]:
+        """What differs between the files and the manifest; every byte is read."""
+        for name in self.files:
+            try:
+                self.check_file(folder, name)
+            except CheckpointError as error:
+                yield str(error)
+        for key, leaf in track(list(self.leaves.items())):
+            for piece in leaf.pieces:
+                try:
+                    with opened(folder, piece.file) as file:
+                        if hashed(file, piece.begin, piece.end) != piece.sha256:
+                            yield str(damaged(folder / piece.file, f"the data of {key!r}"))
+                except (CheckpointError, ValueError) as error:
+                    yield f"{key!r}: {error}"
+
+
+def is_hash(text: object) -> bool:
+    """Whether a value is a hash as text."""
+    return isinstance(text, str) and len(text) == 64 and _HEX.issuperset(text)
+
+
+def damaged(path: Path, what: str) -> CheckpointError:
+    """The error for data whose hash is another one."""
+    return CheckpointError(f"{path} is damaged: {what} is not what was written; load another checkpoint")
+
+
+def flush_folder(folder: Path) -> None:
+    """Write the entries of a folder to the disk."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def is_complete(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds a complete checkpoint."""
+    return (Path(folder) / NAME).is_file()
+
+
+__all__ = ["DTYPES", "File", "Leaf", "Manifest", "Piece"]

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fpipe.save``: a copy on the host now, files behind the next steps, and the manifest last.
+
+Each process writes its tensors and then the list of them, as a file; the first process waits for all lists, compares
+tied leaves, and writes the manifest. Processes do not communicate while they write. Must not know how files are read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from ..schedules.progress import progress
+from ._pipe import Pipe, agree, everyone, is_first
+from .collect import Holding, Place, collect, merged
+from .files import Entry, from_bytes, grouped, to_bytes, write
+from .keys import Names
+from .manifest import File, Leaf, Manifest, Piece, flush_folder, is_complete
+
+#: Bytes of a file of tensors at most, but for a larger tensor.
+MOST_FILE = 2 << 30
+_POLL = 0.02
+_OURS = re.compile(r"[0-9]{5}-[0-9]{5}\.safetensors|[0-9]{5}\.[0-9a-f]{16}\.json|\.[0-9a-f]{16}\.part")
+#: Names of trees that would be taken for arguments of ``load``.
+RESERVED = frozenset({"strict", "like", "wait", "path", "pipe"})
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A checkpoint that is being written; ``wait`` returns once it is complete."""
+
+    path: Path
+    pipe: Pipe
+    written: Future[str]
+    completed: Future[None] | None
+
+    def done(self) -> bool:
+        """Whether this process has written its part, and the first one the manifest too."""
+        return self.written.done() and (self.completed is None or self.completed.done())
+
+    def wait(self) -> None:
+        """Return once the checkpoint is complete; every process calls it.
+
+        Raises:
+            CheckpointError: on every process, if one could not write its part, or tied leaves differ.
+        """
+        agree(self.pipe, lambda: self.written.result())
+        agree(self.pipe, lambda: None if self.completed is None else self.completed.result())
+
+
+def save(
+    path: str | os.PathLike[str], pipe: Pipe, *, params: Sequence[Any] | None = None, wait: bool = True, **more: Any
+) -> Saving:  # fmt: skip
+    """Write a checkpoint that any other layout of the same model can load; every process calls it.
+
+    ``params`` and trees like them are stored by the names of leaves in the model: those of a module that was cut by
+    ``from_module`` or ``interop``, and for functions ``Stage(fn, name=...)`` and ``Stage(fn, layers=...)``. A stage
+    without these is called by its number, so that a checkpoint can only be loaded with the same cut. Everything else,
+    such as the step, must be equal on all processes.
+
+    Args:
+        path: a new folder, on a file system that all processes share.
+        pipe: the pipeline.
+        params: the parameters, one tree per stage; parts of them with ``zero=``.
+        wait: with False, the call returns when tensors are copied to the host, and files are written behind the next
+            steps; call ``wait()`` on the result before the next checkpoint, and at the end.
+        more: trees by name: states of transforms, numbers, text.
+
+    Returns:
+        A ``Saving``; with ``wait=True`` it is complete.
+
+    Raises:
+        CheckpointError: on every process, if the trees cannot be saved, or the folder has something else.
+
+    >>> import tempfile, torch, fpipe
+    >>> stages = [fpipe.Stage(lambda p, x: x @ p["w"], name=name) for name in ("first", "last")]
+    >>> pipe = fpipe.pipeline(stages, loss=torch.sum, microbatches=2, group=fpipe.local(2))
+    >>> folder = tempfile.mkdtemp() + "/checkpoint"
+    >>> _ = fpipe.save(folder, pipe, params=[{"w": torch.eye(2)}, {"w": torch.ones(2)}], step=3)
+    >>> params, step = fpipe.load(folder, pipe, "params", "step")
+    >>> params[1], step
+    ({'w': tensor([1., 1.])}, 3)
+    """
+    saving = _start(Path(path), pipe, params, more, wait)
+    if wait:
+        saving.wait()
+    return saving
+
+
+def _start(folder: Path, pipe: Pipe, params: Sequence[Any] | None, more: Mapping[str, Any], wait: bool) -> Saving:
+    """Collect, agree on what is written, and start the threads."""
+    holding, token = agree(pipe, lambda: (_collected(Names(pipe), params, more), secrets.token_hex(8)))
+    facts = everyone(pipe, holding.facts())
+    total = agree(pipe, lambda: merged(facts))
+    agree(pipe, lambda: _prepare(folder) if is_first(pipe) else None)
+    job = _Job(folder, _agreed_token(pipe, token), _number(pipe), _numbers(pipe), pipe.group.timeout, wait)
+    rows = [_Host.of(place, copied=not wait) for place in holding.places]
+    pool = ThreadPoolExecutor(2, "fpipe-save")
+    written = pool.submit(job.write, rows)
+    completed = pool.submit(job.complete, total) if is_first(pipe) else None
+    pool.shutdown(wait=False)
+    return Saving(folder, pipe, written, completed)
+
+
+def _collected(names: Names, params: Sequence[Any] | None, more: Mapping[str, Any]) -> Holding:
+    wrong = RESERVED & more.keys()
+    if wrong:
+        raise CheckpointError(f"{min(wrong)!r} is an argument of load; save the tree under another name")
+    return collect(names, params, more)
+
+
+def _prepare(folder: Path) -> None:
+    """An empty folder: what an incomplete checkpoint left there is removed."""
+    if is_complete(folder):
+        raise CheckpointError(f"{folder} has a complete checkpoint; save to another folder, or remove it first")
+    folder.mkdir(parents=True, exist_ok=True)
+    others = sorted(file.name for file in folder.iterdir() if not _OURS.fullmatch(file.name))
+    if others:
+        raise CheckpointError(f"{folder} has other files, such as {others[0]!r}; save to a new folder")
+    for file in folder.iterdir():
+        file.unlink()
+
+
+def _agreed_token(pipe: Pipe, token: str) -> str:
+    """The token of the first process, which marks the lists of this checkpoint."""
+    rows = everyone(pipe, token if is_first(pipe) else "")
+    return next(row for row in rows if row)
+
+
+def _number(pipe: Pipe) -> int:
+    """Of this process among all of the pipeline and its copies."""
+    copy = 0 if pipe.copies is None else pipe.copies.part
+    return copy * pipe.group.size + pipe.group.here[0]
+
+
+def _numbers(pipe: Pipe) -> list[int]:
+    """Of all processes."""
+    return sorted(map(int, everyone(pipe, str(_number(pipe)))))
+
+
+# ---- tensors that are to be written ---------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Host:
+    """A place, with a function that returns its bytes on the host."""
+
+    place: Place
+    data: Callable[[], bytearray]
+
+    @classmethod
+    def of(cls, place: Place, copied: bool) -> _Host:
+        if not copied:
+            return cls(place, lambda: to_bytes(place.tensor))
+        raw = to_bytes(place.tensor)
+        kept = place._replace(tensor=place.tensor.new_empty(0))
+        return cls(kept, lambda: raw)
+
+    @property
+    def entry(self) -> Entry:
+        """How it is called in a file: by its name, with the elements where it is not whole."""
+        place = self.place
+        whole = place.first == 0 and place.last == _count(place.shape)
+        name = place.key if whole else f"{place.key}[{place.first}:{place.last}]"
+        return Entry(name, place.tensor.dtype, place.shape if whole else (place.last - place.first,), self.data)
+
+
+def _count(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+def fingerprint(raw: bytearray, dtype: torch.dtype, first: int) -> int:
+    """A number of elements from ``first`` on; those of parts of a tensor add up to that of the tensor.
+
+    >>> x = torch.arange(5.0)
+    >>> parts = fingerprint(to_bytes(x[:2]), x.dtype, 0) + fingerprint(to_bytes(x[2:]), x.dtype, 2)
+    >>> parts % 2**64 == fingerprint(to_bytes(x), x.dtype, 0)
+    True
+    """
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(dtype.itemsize, torch.int64)
+    flat, total = from_bytes(raw, words, (len(raw) // words.itemsize,)), 0
+    at = first * dtype.itemsize // words.itemsize
+    for block in flat.split(1 << 20):
+        index = torch.arange(at, at + len(block), dtype=torch.int64) * 0x1E3779B97F4A7C15
+        total += int(((block.to(torch.int64) + 1) * (index ^ (index >> 31) | 1)).sum())
+        at += len(block)
+    return total % 2**64
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What the threads of a process do for one checkpoint."""
+
+    folder: Path
+    token: str
+    number: int
+    numbers: list[int]
+    timeout: float
+    shown: bool
+
+    def write(self, rows: Sequence[_Host]) -> str:
+        """Write the tensors of this process, and then the list of them."""
+        try:
+            files, pieces = dict[str, File](), dict[str, list[Piece]]()
+            mine = [row for row in rows if row.place.write]
+            groups = list(grouped(mine, lambda row: row.entry.bytes, MOST_FILE))
+            shown = self.shown and self.number == 0
+            with progress(f"saving {self.folder}") if shown else nullcontext(iter) as track:
+                for number, group in enumerate(track(groups)):
+                    name = f"{self.number:05}-{number:05}.safetensors"
+                    done = write(self.folder / name, [row.entry for row in group])
+                    files[name] = File(done.size, done.header, done.sha256)
+                    for row, (begin, end, digest) in zip(group, done.pieces, strict=True):
+                        piece = Piece(row.place.first, row.place.last, name, begin, end, digest)
+                        pieces.setdefault(row.place.key, []).append(piece)
+            prints = [_print(row) for row in rows if row.place.repeated]
+            return self._listed([files, pieces, prints])
+        except Exception as error:
+            self._listed(f"{type(error).__name__}: {error}")
+            raise
+
+    def _listed(self, content: Any) -> str:
+        part = self.folder / f".{secrets.token_hex(8)}.part"
+        text = json.dumps(content)
+        part.write_text(text, encoding="utf-8")
+        part.rename(self._list_of(self.number))
+        return text
+
+    def _list_of(self, number: int) -> Path:
+        return self.folder / f"{number:05}.{self.token}.json"
+
+    def complete(self, total: Holding) -> None:
+        """Wait for the lists of all processes and write the manifest."""
+        lists = [self._list_of(number) for number in self.numbers]
+        until = time.monotonic() + self.timeout * 10
+        while missing := [path for path in lists if not path.exists()]:
+            if time.monotonic() > until:
+                raise CheckpointError(f"{missing[0]} did not appear within {self.timeout * 10:g} s; a process ended")
+            time.sleep(_POLL)
+        rows = [json.loads(path.read_text(encoding="utf-8")) for path in lists]
+        fault = next((row for row in rows if isinstance(row, str)), None)
+        if fault is not None:
+            raise CheckpointError(f"a process could not write its part of {self.folder}: {fault}")
+        _check_ties([print_ for _, _, prints in rows for print_ in prints])
+        files = {name: File(*file) for part, _, _ in rows for name, file in part.items()}
+        pieces = dict[str, list[Piece]]()
+        for _, part, _ in rows:
+            for key, found in part.items():
+                pieces.setdefault(key, []).extend(Piece(*piece) for piece in found)
+        leaves = {
+            key: Leaf(dtype, tuple(shape), host, tuple(sorted(pieces.get(key, []))))
+            for key, (dtype, shape, host, _) in sorted(total.leaves.items())
+        }
+        manifest = Manifest(total.trees, leaves, total.stages, total.layers, total.slots, files)
+        for key, leaf in leaves.items():
+            manifest.check_leaf(key, leaf)
+        flush_folder(self.folder)
+        manifest.write(self.folder)
+        for path in lists:
+            path.unlink()
+
+
+def _print(row: _Host) -> tuple[str, str, int]:
+    place = row.place
+    return place.key, place.where, fingerprint(row.data(), place.tensor.dtype, place.first)
+
+
+def _check_ties(prints: Sequence[tuple[str, str, int]]) -> None:
+    """All places of a leaf hold the same elements."""
+    sums: dict[str, dict[str, int]] = {}
+    for key, where, number in prints:
+        at = sums.setdefault(key, {})
+        at[where] = (at.get(where, 0) + number) % 2**64
+    for key, at in sums.items():
+        if len(set(at.values())) > 1:
+            raise CheckpointError(
+                f"{key!r} has different values on {' and '.join(at)}, and is one parameter; no checkpoint was written: "
+                "apply the same updates to tied leaves and to all ranks of a stage"
+            )

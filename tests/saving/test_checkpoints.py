@@ -1,0 +1,131 @@
+"""Checkpoints: what was written under one layout of a model resumes under any other, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+
+import fpipe
+from checkpoint_model import Layout, adam, first_half, optimizer, pipeline, second_half, steps, uninterrupted
+from common import same
+from fpipe import CheckpointError, testing
+
+CUTS = [Layout(8, "ZBV", 4), Layout(2, "1F1B", 2), Layout(1, "GPipe", 1), Layout(4, "Interleaved1F1B", 2)]
+#: Two ranks hold each stage, and their gradients are added: the last bits are those of this layout alone.
+TWO_HOMES = Layout(4, "DualPipe", 4)
+
+
+def on_copies(fn: Any, copies: int) -> list[Any]:
+    return testing.run(fn, ranks=copies, order="buffered", seed=0)
+
+
+@pytest.fixture(scope="module")
+def want() -> Any:
+    return uninterrupted(CUTS[2], optimizer)
+
+
+@pytest.mark.parametrize("before", CUTS, ids=str)
+def test_any_cut_resumes_under_any_other(before: Layout, tmp_path: Path, want: Any):
+    first_half(before, tmp_path / "c", optimizer)
+    for after in CUTS:
+        assert same(second_half(after, tmp_path / "c", optimizer), want), after
+
+
+def test_two_homes_resume_and_convert(tmp_path: Path):
+    first_half(TWO_HOMES, tmp_path / "c", optimizer)
+    assert same(second_half(TWO_HOMES, tmp_path / "c", optimizer), uninterrupted(TWO_HOMES, optimizer))
+    loaded = [second_half(layout, tmp_path / "c", optimizer) for layout in CUTS]
+    assert all(same(one, loaded[0]) for one in loaded)
+
+
+# ---- copies ---------------------------------------------------------------------------------------------------------
+def whole(pipe: Any, params: Any, state: Any) -> Any:
+    """Parameters and state with whole leaves."""
+    clip, moments, average = state
+    m, v = pipe.unshard(moments.m), pipe.unshard(moments.v)
+    return pipe.unshard(params), (clip, moments._replace(m=m, v=v), average._replace(average=pipe.unshard(average[1])))
+
+
+def parts(pipe: Any, params: Any, state: Any) -> Any:
+    """The inverse of ``whole``."""
+    clip, moments, average = state
+    m, v = pipe.shard(moments.m), pipe.shard(moments.v)
+    return pipe.shard(params), (clip, moments._replace(m=m, v=v), average._replace(average=pipe.shard(average[1])))
+
+
+def trained(path: Path, layout: Layout, dp: Any) -> Any:
+    """Three steps, saved; what was saved, whole."""
+    pipe, params = pipeline(layout, dp)
+    tx = adam(pipe)
+    params, state, _ = steps(pipe, tx, params, tx.init(params), range(3))
+    fpipe.save(path, pipe, params=params, state=state, step=3)
+    return whole(pipe, params, state)
+
+
+def resumed(path: Path, layout: Layout, saved: Any, dp: Any) -> bool:
+    """Whether three steps after ``load`` are those after a conversion in memory."""
+    pipe, _ = pipeline(layout, dp)
+    loaded = fpipe.load(path, pipe, "params", "state")
+    other, _ = pipeline(layout, dp)
+    in_memory = parts(other, *saved)
+    ends = [whole(p, *steps(p, adam(p), *start, range(3, 6))[:2]) for p, start in ((pipe, loaded), (other, in_memory))]
+    return same(whole(pipe, *loaded), saved) and same(*ends)
+
+
+@pytest.mark.parametrize(("before", "after"), [((2, 0), (4, 3)), ((2, 3), (1, 0)), ((4, 3), (2, 2)), ((4, 1), (2, 3))])
+def test_zero_and_numbers_of_copies(before: tuple[int, int], after: tuple[int, int], tmp_path: Path):
+    layout = Layout(8, "ZBV", 4)
+    saved = on_copies(lambda dp: trained(tmp_path / "c", layout._replace(zero=before[1]), dp), before[0])
+    assert all(on_copies(lambda dp: resumed(tmp_path / "c", layout._replace(zero=after[1]), saved[0], dp), after[0]))
+    sizes = [file.stat().st_size for file in (tmp_path / "c").glob("*.safetensors")]
+    assert len(sizes) == before[0] and max(sizes) < 3 * min(sizes), "copies share the work"
+
+
+def test_leaves_of_each_copy_need_as_many_copies(tmp_path: Path):
+    def run(dp: Any, act: str) -> Any:
+        pipe, params = pipeline(Layout(8, "ZBV", 4, zero=3), dp, own=["*.b"])
+        if act == "load":
+            return fpipe.load(tmp_path / "c", pipe, "params")
+        params = [optree.tree_map(lambda leaf: leaf + dp.here[0], part) for part in params]
+        fpipe.save(tmp_path / "c", pipe, params=params)
+        return params
+
+    saved = on_copies(lambda dp: run(dp, "save"), 2)
+    assert same(on_copies(lambda dp: run(dp, "load"), 2), saved)
+    assert not same(*saved)
+    with pytest.raises(CheckpointError, match=r"'params/blocks\.0\.b'.*as many copies|no leaf 'blocks\.0\.b'"):
+        on_copies(lambda dp: run(dp, "load"), 4)
+
+
+# ---- processes ------------------------------------------------------------------------------------------------------
+def _on_process(folder: Path) -> bool:
+    """On one of four processes: save as two copies of two ranks, load as four ranks, and the reverse."""
+    two = fpipe.init(pp=2, dp=2, timeout=60)
+    layout = Layout(4, "ZBV", 2, zero=3)
+    pipe, params = pipeline(layout, two.dp, two)
+    tx = adam(pipe)
+    params, state, _ = steps(pipe, tx, params, tx.init(params), range(2))
+    saving = fpipe.save(folder / "a", pipe, params=params, state=state, step=2, wait=False)
+    saving.wait()
+    alone = fpipe.init(pp=4)
+    pipe, _ = pipeline(Layout(8, "ZBV", 4), group=alone)
+    params, state, step = fpipe.load(folder / "a", pipe, "params", "state", "step")
+    assert step == 2 and [stage for stage, part in enumerate(params) if part is not None] == list(pipe.here)
+    params, state, _ = steps(pipe, adam(pipe), params, state, range(2, 4))
+    fpipe.save(folder / "b", pipe, params=params, state=state, step=4)
+    with pytest.raises(CheckpointError, match="complete checkpoint"):
+        fpipe.save(folder / "b", pipe, params=params)
+    with pytest.raises(CheckpointError, match="'rank' differs between processes"):
+        fpipe.save(folder / "c", pipe, params=params, rank=alone.rank)
+    return True
+
+
+def test_four_processes(tmp_path: Path):
+    assert all(fpipe.launch(_on_process, tmp_path, ranks=4, timeout=100))
+    pipe, _ = pipeline(CUTS[0])
+    params, state = fpipe.load(tmp_path / "a", pipe, "params", "state")
+    want, _, _ = steps(pipe, adam(pipe), params, state, range(2, 4))
+    assert same(fpipe.load(tmp_path / "b", pipe, "params"), want)
