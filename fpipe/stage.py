@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args, runtime_checkable
 
 import torch
 from torch.fx.traceback import annotate
@@ -22,6 +22,8 @@ from .devices import distrusted
 from .errors import StageError
 
 Engine: TypeAlias = Literal["trace", "eager"]
+#: The end of the name of a stage in a mode.
+_MODES = {True: " in training", False: " in evaluation"}
 #: Which axes of inputs may have any size: those that differ (None), none, the first two, or those named.
 Dynamic: TypeAlias = bool | Sequence[int] | Mapping[str, Sequence[int]] | None
 #: The numbers of the blocks of a stage in the model, of its parameters or of lists in them by path; or names of parts.
@@ -35,12 +37,22 @@ class Weight(NamedTuple):
     like: torch.Tensor
 
 
+@runtime_checkable
+class HasModes(Protocol):
+    """A function that computes something else in training than in evaluation, as a module with dropout does."""
+
+    def in_mode(self, training: bool) -> Callable[..., Any]:
+        """The function in one of the two modes."""
+        ...
+
+
 @dataclass(frozen=True)
 class Elsewhere:
     """The function of a stage of another process: how that process describes it, and the names of its side inputs."""
 
     text: str = ""
     sides: tuple[str, ...] = ()
+    modes: bool = False  # whether it has modes
 
     def __call__(self, *args: Any, **side: Any) -> Any:
         raise StageError("this stage is on another process and cannot run here; see fpipe.Stage.elsewhere")
@@ -102,6 +114,17 @@ class Stage:
 
     def __call__(self, *args: Any, **side: Any) -> Any:
         return self.fn(*args, **side)
+
+    def in_mode(self, training: bool) -> Stage:
+        """The stage in training or in evaluation; as it is where its function has no modes."""
+        fn, inner = self.fn, self.fn.fn if isinstance(self.fn, Remat) else self.fn
+        if isinstance(inner, HasModes):
+            moded = inner.in_mode(training)
+            fn = Remat(moded) if inner is not fn else moded
+        elif not (isinstance(fn, Elsewhere) and fn.modes):
+            return self
+        name = self.label.removesuffix(_MODES[True]).removesuffix(_MODES[False])
+        return replace(self, fn=fn, name=name + _MODES[training])  # ranks compare names
 
     @property
     def label(self) -> str:

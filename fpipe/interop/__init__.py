@@ -5,6 +5,8 @@ This package does not import transformers or torchtitan: it reads attributes of 
 """
 
 from . import huggingface, torchtitan
+from .binding import Bound, bind
+from .loading import filled
 from .modules import from_module, to_module
 
-__all__ = ["from_module", "huggingface", "to_module", "torchtitan"]
+__all__ = ["Bound", "bind", "filled", "from_module", "huggingface", "to_module", "torchtitan"]

@@ -11,7 +11,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -77,13 +77,17 @@ class Claim:
 def claims(model: nn.Module, used: Sequence[Iterable[str]]) -> list[Claim]:
     """Parameters for each stage from the names that it uses; the same parameter in two stages becomes a tie.
 
+    Buffers on "meta" have no values and cannot be constants: they are parameters without gradients.
+
     >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
     >>> b.weight = a.weight
     >>> first, second = claims(nn.Sequential(a, b), [["0.weight", "0.bias"], ["1.weight", "1.bias"]])
     >>> first.ties, second.ties
     ((('0.weight', '0.weight'),), (('1.weight', '0.weight'),))
     """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    empty = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if buffer.is_meta}
+    parameters |= empty
     first: dict[int, str] = {}
     group = {name: first.setdefault(id(parameter), name) for name, parameter in parameters.items()}
     names = [[name for name in stage if name in parameters] for stage in used]
@@ -94,7 +98,7 @@ def claims(model: nn.Module, used: Sequence[Iterable[str]]) -> list[Claim]:
         aliases = {name: key.setdefault(group[name], name) for name in stage}
         params = {name: parameters[name].detach() for name in key.values()}
         frozen = tuple(name for name in params if not parameters[name].requires_grad)
-        ties = tuple((name, shared) for shared, name in key.items() if stages[shared] > 1)
+        ties = tuple((name, shared) for shared, name in key.items() if stages[shared] > 1 and shared not in empty)
         result.append(Claim(params, aliases, frozen, ties, groups=tuple(key)))
     return result
 
@@ -126,6 +130,51 @@ def _weights(claim: Claim) -> dict[str, Weight]:
     return {n: Weight(key, torch.empty(p.shape, dtype=p.dtype, device="meta")) for (n, p), key in pairs}
 
 
+def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a module, under all of their names."""
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False)),
+    }  # fmt: skip
+
+
+class Moded(Protocol):
+    """A function that runs a module."""
+
+    module: nn.Module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        ...
+
+
+class InMode:
+    """Runs a function of a module in one of its two modes, and leaves the module as it was.
+
+    >>> module = nn.Dropout(1.0)
+    >>> y = InMode(Pure(module, claims(module, [[]])[0], sides=[], state=[], name=""), False)({}, torch.ones(1))
+    >>> y, module.training
+    (tensor([1.]), True)
+    """
+
+    def __init__(self, fn: Moded, training: bool):
+        self.fn, self.training = fn, training
+        self.__wrapped__ = fn
+        self.__qualname__ = type(fn).__qualname__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before = {module: module.training for module in self.fn.module.modules()}
+        self.fn.module.train(self.training)
+        try:
+            return self.fn(*args, **kwargs)
+        finally:
+            for module, training in before.items():
+                module.training = training
+
+    def in_mode(self, training: bool) -> InMode:
+        """The function in a mode."""
+        return self if training == self.training else InMode(self.fn, training)
+
+
 class Pure:
     """Runs a clone with parameters and state passed in; the base of stage functions.
 
@@ -137,7 +186,8 @@ class Pure:
         self.module, self.aliases, self.name = module, claim.aliases, name  # and not the claim, which holds weights
         buffers = dict(module.named_buffers(remove_duplicate=False))
         self.initial_state = {name: buffers[name].detach().clone() for name in state} or None
-        self.constants = {name: value for name, value in buffers.items() if name not in set(state)}
+        given = {*state, *claim.aliases}  # a buffer without values is a parameter that the caller fills
+        self.constants = {name: value for name, value in buffers.items() if name not in given}
         self._moved: dict[torch.device, dict[str, torch.Tensor]] = {}
         self.__qualname__ = name
         names = ("params", "state", "x") if state else ("params", "x")
@@ -170,6 +220,10 @@ class Pure:
     def call(self, tensors: dict[str, torch.Tensor], x: Any, side: Mapping[str, Any]) -> Any:
         """Run the module on x with these parameters and buffers."""
         return functional_call(self.module, tensors, (x,), dict(side), tie_weights=False)
+
+    def in_mode(self, training: bool) -> InMode:
+        """The same function with its module in training or in evaluation."""
+        return InMode(self, training)
 
     def constants_on(self, device: torch.device | None) -> dict[str, torch.Tensor]:
         """The constant buffers on a device."""

@@ -19,7 +19,7 @@ from ..errors import StageError
 from ..generators.balancing import estimate, spread
 from ..stage import Stage
 from ._decoder import DecoderPart, decoder_of, is_rotary, router_of, with_stand_ins
-from ._pure import claims, is_experts
+from ._pure import claims, is_experts, tensors_of
 from ._verify import verify
 
 
@@ -69,7 +69,7 @@ def _parts(
     _, layers = decoder_of(model)
     router = router_of(model) if aux_loss else None
     modules = [with_stand_ins(model, span, s == len(spans) - 1, config) for s, span in enumerate(spans)]
-    owned = claims(model, [[n for n, _ in m.named_parameters(remove_duplicate=False)] for m in modules])
+    owned = claims(model, [list(tensors_of(m)) for m in modules])
     missing = {name for name, _ in model.named_parameters()} - {group for claim in owned for group in claim.groups}
     if missing:
         raise StageError(

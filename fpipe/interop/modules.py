@@ -33,7 +33,7 @@ def from_module(
     The stages know which parameters are frozen (``requires_grad=False``) and which are tied (one parameter in two
     stages), and so does ``fpipe.pipeline(stages)``. Buffers are constants, except for the running statistics of norms
     in training and those that ``state`` names: stages with such buffers carry state. Stages train if the module does
-    now (``model.train()``, ``model.eval()``).
+    now; ``pipe.train()`` and ``pipe.eval()`` choose later. ``fpipe.interop.filled`` fills a module cut on "meta".
 
     Args:
         model: the module.
@@ -59,11 +59,18 @@ def from_module(
         raise StageError(f"from_module takes an nn.Module, not a {type(model).__name__}")
     parts = pieces(empty := clone(model), cuts, side)
     graphs = [fx.GraphModule(empty, piece.graph) for piece in parts]
-    owned = claims(model, [[n for n, _ in graph.named_parameters(remove_duplicate=False)] for graph in graphs])
     names = [f"{type(model).__name__}[{low}:{high}]" for low, high in pairwise(["", *cuts, ""])]
-    rows = zip(graphs, owned, parts, _state_of(graphs, names, set(running(model, state))), names, strict=True)
+    states = _state_of(graphs, names, set(running(model, state)))
+    owned = claims(model, list(map(_leaves, graphs, states)))
+    rows = zip(graphs, owned, parts, states, names, strict=True)
     stages = [Pure(g, claim, sides=p.sides, state=own, name=name).stage(claim) for g, claim, p, own, name in rows]
     return stages, [claim.params for claim in owned]
+
+
+def _leaves(graph: nn.Module, state: Sequence[str]) -> list[str]:
+    """The names of the parameters of a stage, and of its buffers that are not state."""
+    buffers = [name for name, _ in graph.named_buffers(remove_duplicate=False) if name not in set(state)]
+    return [*(name for name, _ in graph.named_parameters(remove_duplicate=False)), *buffers]
 
 
 def _state_of(graphs: Iterable[nn.Module], names: Sequence[str], changing: Set[str]) -> list[list[str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -91,6 +91,16 @@ class Cache:
     def __init__(self, shares: Shares | None = None, agreed: bool = False):
         self.plans: dict[tuple[Any, ...], CachedPlans] = {}
         self.shares, self.agreed = shares, agreed
+        self.modes: dict[bool, tuple[Config, Cache]] = {}  # of the same pipeline in training and in evaluation
+
+    def in_mode(self, config: Config, training: bool) -> tuple[Config, Cache]:
+        """The configuration with its stages in a mode, and the cache of that pipeline."""
+        if training not in self.modes:
+            cache = Cache(self.shares, self.agreed)
+            cache.modes = self.modes
+            functions = tuple(stage.in_mode(training) for stage in config.functions)
+            self.modes[training] = replace(config, functions=functions), cache
+        return self.modes[training]
 
     def plans_for(self, call: Call) -> CachedPlans:
         """The plans of a call, prepared for the first of its signature."""

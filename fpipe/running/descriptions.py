@@ -60,7 +60,13 @@ def _is_elsewhere(stage: Stage) -> bool:
 
 
 def _as_data(stage: Stage) -> dict[str, Any]:
-    return {"text": named(stage.fn), "sides": stage.sides, **{name: getattr(stage, name) for name in _PLAIN}}
+    modes = stage.in_mode(True) is not stage
+    return {
+        "text": named(stage.fn),
+        "sides": stage.sides,
+        "modes": modes,
+        **{name: getattr(stage, name) for name in _PLAIN},
+    }
 
 
 def _described(index: int, stage: Stage, known: Mapping[int, Mapping[str, Any]]) -> Stage:
@@ -70,4 +76,4 @@ def _described(index: int, stage: Stage, known: Mapping[int, Mapping[str, Any]])
         raise StageError(f"stage {index} is elsewhere on every rank; give its function on the rank that has it")
     found = known[index]
     options = {name: found[name] for name in _PLAIN}
-    return replace(stage, fn=Elsewhere(found["text"], tuple(found["sides"])), **options)
+    return replace(stage, fn=Elsewhere(found["text"], tuple(found["sides"]), found["modes"]), **options)

@@ -62,6 +62,18 @@ class Pipeline:
             )
         return Pipeline(replace(self.config, schedule=schedule), Cache(self.cache.shares, self.cache.agreed))
 
+    def train(self, training: bool = True) -> Pipeline:
+        """The same pipeline with its modules in training, whatever mode they were cut in; this one is unchanged.
+
+        Stages that are functions have no modes. A norm whose running statistics are constants, since it was cut in
+        evaluation, cannot be trained.
+        """
+        return Pipeline(*self.cache.in_mode(self.config, training))
+
+    def eval(self) -> Pipeline:
+        """The same pipeline with its modules in evaluation, as ``module.eval()``; see :meth:`train`."""
+        return self.train(False)
+
     def call(
         self, mode: Mode, params: Sequence[Tree], x: Tree, targets: Sequence[Tree], side: dict[str, Tree],
         **options: Any,

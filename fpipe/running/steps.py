@@ -25,6 +25,8 @@ from .registers import Registers
 #: Returns None, or a work to wait for and the slots that its result is written to.
 StepFn: TypeAlias = Callable[[Registers], Any]
 RunFn: TypeAlias = Callable[[list[Any]], Sequence[Any]]
+#: Adds each tensor of a list into that of another.
+add_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage, reportAssignmentType]
 #: Checks an instruction: its program's inputs and outputs, and the random state before it where it draws.
 Check: TypeAlias = Callable[[Instruction, Sequence[Any], Sequence[Any], torch.Tensor | None], None]
 
@@ -223,7 +225,7 @@ def _add(ins: Instruction, wide: torch.dtype | None) -> StepFn:
             tensor = slots[value]
             slots[slot] = tensor if how == "take" else _copy(tensor, wide)
         if into:
-            torch._foreach_add_([slots[i] for i in into], [slots[i] for i in values])  # pyright: ignore[reportPrivateImportUsage]
+            add_each([slots[i] for i in into], [slots[i] for i in values])
         for i in frees:
             slots[i] = None
 

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``bind``: modules as stages whose gradients go into ``.grad``, for torch's optimizers and learning rate schedulers.
+
+A pipeline takes parameters and returns gradients. Trainers keep parameters in modules and gradients in ``.grad``. This
+module connects both, and must not know schedules or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from .. import tree
+from ..errors import StageError
+from ..running.steps import add_each
+from ..stage import Stage, keyword_only
+from ._pure import InMode, running, tensors_of
+from .modules import from_module
+
+#: By stage, tensors by name; None for a stage that this process does not have.
+ByStage: TypeAlias = list[dict[str, Tensor] | None]
+
+
+class ModuleCall:
+    """A module as a pure function of its parameters and buffers; a tuple is passed as several arguments."""
+
+    def __init__(self, module: nn.Module, state: Sequence[str] = (), sides: Sequence[str] = ()):
+        self.module, self.state, self.sides = module, tuple(state), tuple(sides)
+        self.__qualname__ = type(module).__name__
+
+    def __call__(self, params: Mapping[str, Tensor], *rest: Any, **side: Any) -> Any:
+        state, x = rest if self.state else ({}, *rest)
+        tensors = {**params, **{name: value.clone() for name, value in state.items()}}  # norms update theirs in place
+        y = self.call(tensors, x if isinstance(x, tuple) else (x,), side)
+        return (y, {name: tensors[name] for name in self.state}) if self.state else y
+
+    def call(self, tensors: dict[str, Tensor], x: tuple[Any, ...], side: Mapping[str, Any]) -> Any:
+        """Run the module with these parameters and buffers."""
+        return functional_call(self.module, tensors, x, {k: v for k, v in side.items() if v is not None})
+
+    def in_mode(self, training: bool) -> InMode:
+        """The same function with the module in training or in evaluation."""
+        return InMode(self, training)
+
+
+class Bound:
+    """Modules bound to the stages of a pipeline; see :func:`bind`.
+
+    >>> from fpipe import local, pipeline, value_and_grad
+    >>> layers = [nn.Linear(2, 2), nn.Linear(2, 1)]
+    >>> bound = bind(layers)
+    >>> pipe = pipeline(bound.stages, loss=lambda y: y.square().mean(), microbatches=2, group=local(2))
+    >>> optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.1)
+    >>> loss, grads = value_and_grad(pipe)(bound.params, torch.ones(4, 2))
+    >>> bound.add_grads(grads)
+    >>> optimizer.step()
+    >>> bool(pipe(bound.params, torch.ones(4, 2)) < loss)
+    True
+    """
+
+    def __init__(self, modules: Sequence[nn.Module | None], stages: Sequence[Stage], names: Sequence[Sequence[str]]):
+        self.modules, self.stages, self._names = tuple(modules), list(stages), [tuple(each) for each in names]
+
+    @property
+    def params(self) -> ByStage:
+        """The parameters and buffers of each stage, as they are now: they share memory with the modules."""
+        return [None if tensors is None else {n: tensors[n].detach() for n in names} for tensors, names in self._rows()]
+
+    @property
+    def state(self) -> ByStage:
+        """The buffers that forward changes, as they are now; for ``state=`` of a call."""
+        return [
+            None if tensors is None or not stage.state else {n: tensors[n].detach() for n in stage.initial_state}
+            for stage, (tensors, _) in zip(self.stages, self._rows(), strict=True)
+        ]
+
+    def add_grads(self, grads: Sequence[Mapping[str, Tensor | None] | None]) -> None:
+        """Add gradients, as ``fpipe.value_and_grad`` returns them, to ``.grad`` of the modules' parameters.
+
+        A parameter of several stages gets its gradient once: tied leaves have the sum of all stages each. Frozen
+        parameters have none.
+
+        Raises:
+            StageError: if there is not one entry per stage, or a gradient has the shape of no parameter of that name.
+        """
+        if len(grads) != len(self.stages):
+            raise StageError(f"{len(grads)} entries of gradients for {len(self.stages)} stages; give one per stage")
+        seen: set[int] = set()
+        totals: list[Tensor] = []
+        addends: list[Tensor] = []
+        for stage, ((tensors, names), row) in enumerate(zip(self._rows(), grads, strict=True)):
+            if tensors is None or row is None:
+                continue
+            for name in names:
+                parameter, grad = tensors[name], row.get(name)
+                if grad is None or id(parameter) in seen:
+                    continue
+                seen.add(id(parameter))
+                if grad.shape != parameter.shape:
+                    raise StageError(
+                        f"the gradient of {name!r} in stage {stage} has shape {list(grad.shape)}, the parameter "
+                        f"{list(parameter.shape)}; with zero= pass pipe.unshard(grads)"
+                    )
+                grad = grad.to(parameter.device, parameter.dtype)
+                if parameter.grad is None:
+                    parameter.grad = grad
+                else:
+                    totals.append(parameter.grad)
+                    addends.append(grad)
+        if totals:
+            add_each(totals, addends)
+
+    def write_state(self, state: Sequence[Mapping[str, Tensor] | None]) -> None:
+        """Write the state that a call returned into the buffers of the modules."""
+        with torch.no_grad():
+            for (tensors, _), row in zip(self._rows(), state, strict=True):
+                for name, value in (row or {}).items():
+                    if tensors is not None:
+                        tensors[name].copy_(value)
+
+    def _rows(self) -> Iterator[tuple[dict[str, Tensor] | None, tuple[str, ...]]]:
+        """By stage, the tensors of its module as they are now, and the names of its leaves."""
+        known: dict[nn.Module, dict[str, Tensor]] = {}
+        for module, names in zip(self.modules, self._names, strict=True):
+            if module is not None and module not in known:
+                known[module] = tensors_of(module)
+            yield None if module is None else known[module], names
+
+
+def bind(
+    modules: nn.Module | Sequence[nn.Module | None], *, cuts: Sequence[str] = (), side: Sequence[str] = (),
+    state: Sequence[str] = (),
+) -> Bound:  # fmt: skip
+    """Modules as stages; gradients of a pipeline over them go into ``.grad``, so any torch optimizer updates them.
+
+    ``bound.stages`` are for ``fpipe.pipeline``; ``bound.params`` (and ``bound.state``, where there are running
+    statistics) for its calls; ``bound.add_grads(grads)`` adds to ``.grad``, and ``bound.write_state(state)`` writes
+    statistics back. Nothing is copied: parameters are read from the modules at each access, so a module on "meta" may
+    be materialized in between. Parameters with ``requires_grad=False`` are frozen, one parameter in several stages is
+    tied. Buffers are leaves without gradient.
+
+    Args:
+        modules: one per stage, ``None`` for a stage of another process; or one whole module.
+        cuts: of a whole module: names of submodules that begin stages, as for ``fpipe.from_module``.
+        side: arguments of forward that are side inputs, beside keyword-only ones.
+        state: patterns of names of buffers that forward changes, beside the statistics of norms in training.
+
+    Returns:
+        the modules with their stages.
+
+    Raises:
+        StageError: if there is no module, or a module cannot be cut.
+
+    >>> bind([nn.Linear(2, 1)]).params[0]["weight"].shape
+    torch.Size([1, 2])
+    """
+    if isinstance(modules, nn.Module):
+        stages, params = from_module(modules, cuts, side=side, state=state)
+        return Bound([modules] * len(stages), stages, [tuple(row) for row in params])
+    if cuts or not modules or not all(module is None or isinstance(module, nn.Module) for module in modules):
+        raise StageError("bind takes one module (with cuts=), or a list with a module, or None, for each stage")
+    rows = [_stage(module, side, state) for module in modules]
+    return Bound(modules, _tied(modules, [stage for stage, _ in rows]), [names for _, names in rows])
+
+
+def _stage(module: nn.Module | None, side: Sequence[str], state: Sequence[str]) -> tuple[Stage, list[str]]:
+    """The stage of a module, and the names of its leaves."""
+    if module is None:
+        return Stage.elsewhere(), []
+    buffers = dict(module.named_buffers())
+    patterns = [p for p in state if any(tree.matches(name, [p]) for name in buffers)]
+    changing = running(module, patterns)
+    leaves = [*(name for name, _ in module.named_parameters()), *(name for name in buffers if name not in changing)]
+    named = tensors_of(module)
+    frozen = tuple(name for name in leaves if not named[name].requires_grad)
+    sides = list(dict.fromkeys([*keyword_only(module.forward), *side]))
+    return stage_of(ModuleCall(module, changing, sides), frozen), leaves
+
+
+def stage_of(call: ModuleCall, frozen: Sequence[str]) -> Stage:
+    """A module call as a stage."""
+    initial = {name: dict(call.module.named_buffers())[name].detach() for name in call.state} or None
+    return Stage(
+        call, state=bool(call.state), initial_state=initial, frozen=tuple(frozen), name=type(call.module).__name__
+    )
+
+
+def _tied(modules: Sequence[nn.Module | None], stages: Sequence[Stage]) -> list[Stage]:
+    """The stages, with those of their parameters that another stage has too named as tied."""
+    places: dict[int, list[tuple[int, str]]] = {}
+    for stage, module in enumerate(modules):
+        for name, parameter in () if module is None else module.named_parameters():
+            places.setdefault(id(parameter), []).append((stage, name))
+    out = list(stages)
+    for shared in places.values():
+        for stage, name in shared if len(shared) > 1 else ():
+            group = f"{shared[0][0]}.{shared[0][1]}"
+            out[stage] = replace(out[stage], ties=(*out[stage].ties, (name, group)))
+    return out
