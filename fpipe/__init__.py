@@ -38,7 +38,9 @@ _TABLE = {
     "running.profile.profiling": "measure_costs profile",
     "running.reduction": "weighted",
     "saving.load": "load",
+    "saving.receive": "receive",
     "saving.save": "save",
+    "saving.stream": "stream",
     "schedule": "Action Fused Placement Schedule",
     "schedules.costs": "Costs",
     "schedules.timeline": "Timeline",
@@ -92,7 +94,9 @@ if TYPE_CHECKING:
     from .running.profile.profiling import profile as profile
     from .running.reduction import weighted as weighted
     from .saving.load import load as load
+    from .saving.receive import receive as receive
     from .saving.save import save as save
+    from .saving.stream import stream as stream
     from .schedule import *
     from .schedules.costs import Costs as Costs
     from .schedules.timeline import Timeline as Timeline

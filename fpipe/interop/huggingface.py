@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -17,6 +18,9 @@ from torch import nn
 
 from ..errors import StageError
 from ..generators.balancing import estimate, spread
+from ..running.pipeline import Pipeline
+from ..saving.hub import fused
+from ..saving.receive import receive, stored
 from ..stage import Stage
 from ._decoder import DecoderPart, decoder_of, is_rotary, router_of, with_stand_ins
 from ._pure import claims, is_experts, tensors_of
@@ -133,6 +137,34 @@ def side_inputs(
         else:
             sides["position_embeddings"] = rotary(like, position_ids)
     return sides
+
+
+def load(path: str | os.PathLike[str], pipe: Pipeline, *, dtype: torch.dtype | None = None) -> list[Any]:
+    """Parameters for a pipeline of :func:`stages` from the files of a model: each process reads its own tensors.
+
+    The model may be on the device "meta" when it is cut. Tensors of single experts are joined as the stages have them.
+    Every process calls it; other tensors than safetensors are not read.
+
+    Args:
+        path: a folder with safetensors files, as ``model.save_pretrained`` writes it, or one such file.
+        pipe: the pipeline.
+        dtype: convert floating tensors to it; by default those of the files must have the model's dtype.
+
+    Returns:
+        One dict per stage, ``None`` for stages of other processes.
+
+    Raises:
+        CheckpointError: if a parameter is missing, or has another shape or dtype.
+
+    ```python
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    stages, _ = fpipe.interop.huggingface.stages(model, 4)
+    pipe = fpipe.pipeline(stages, "1F1B", loss=fpipe.interop.huggingface.causal_loss, microbatches=8)
+    params = fpipe.interop.huggingface.load("path/to/model", pipe)
+    ```
+    """
+    return receive(pipe, lambda: fused(stored(path)), dtype=dtype, strict=False)
 
 
 def _first_layers(model: nn.Module, n: int | None, cuts: Sequence[int] | None) -> list[int]:

@@ -276,8 +276,10 @@ def block(known: Mapping[str, Mapping[str, Node]], prefix: str, number: int) -> 
     return node
 
 
-def stage_tree(names: Names, stage: int, params: Any, described: Described) -> StageTree:
-    """Leaves and names of one stage's parameters as they are on this process."""
+def stage_tree(
+    names: Names, stage: int, params: Any, described: Described, *, whole: bool = False
+) -> StageTree:  # fmt: skip
+    """Leaves and names of one stage's parameters as they are on this process, ``whole`` or in parts."""
     pipe = names.pipe
     leaves, spec = tree.flatten(params)
     key_tree = expand(described.node, described.parts, described.layers, names.stages[stage], lambda node, _: node[1])
@@ -285,5 +287,5 @@ def stage_tree(names: Names, stage: int, params: Any, described: Described) -> S
     assert key_spec == spec, (key_spec, spec)
     paths = tree.names(params)
     own = [pipe.copies is not None and tree.matches(f"{stage}.{path}", pipe.copies.own) for path in paths]
-    layout = pipe.cache.shares.check(stage, leaves) if pipe.parts is not None and leaves else None
+    layout = pipe.cache.shares.check(stage, leaves) if pipe.parts is not None and leaves and not whole else None
     return StageTree(stage, spec, leaves, paths, keys, own, layout)

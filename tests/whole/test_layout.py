@@ -59,7 +59,7 @@ PACKAGES = {
         "checkpoints, whole weights", "how a pipeline runs", "collectives errors plans schedules stage tree"
     ),
     "interop": Entry(
-        "other people's models, trainers, files", "plans", "errors generators running schedule stage tree"
+        "other people's models, trainers, files", "plans", "errors generators running saving schedule stage tree"
     ),
     "testing": Entry("fake groups, conformance suite", "schedules, programs", "collectives errors tree"),
     "command": Entry(

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layout of models of Hugging Face: safetensors files of a bounded size, an index, and experts one by one.
+
+Files of this layout are read and written without transformers. This module must not know pipelines.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .files import Entry, grouped, to_bytes, write
+
+INDEX = "model.safetensors.index.json"
+#: Parameters of all experts of a layer -> those of one expert, which are joined along axis 0 of theirs.
+_FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+#: Other names on disk of the same parameters.
+_OTHER = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
+
+
+def fused(tensors: Mapping[str, Callable[[], Tensor]]) -> dict[str, Callable[[], Tensor]]:
+    """Tensors by name, with those of the experts of a layer as one, as transformers has them in memory.
+
+    >>> one = lambda: torch.ones(2, 3)
+    >>> found = fused({f"mlp.experts.{e}.{name}.weight": one for e in range(4) for name in ("up_proj", "gate_proj")})
+    >>> {name: read().shape for name, read in found.items()}
+    {'mlp.experts.gate_up_proj': torch.Size([4, 4, 3])}
+    """
+    found: dict[str, Callable[[], Tensor]] = {}
+    experts: dict[str, dict[str, dict[int, Callable[[], Tensor]]]] = {}
+    for name, read in tensors.items():
+        plain = ".".join(_OTHER.get(part, part) for part in name.split(".")) if "block_sparse_moe" in name else name
+        match = _EXPERT.fullmatch(plain)
+        if match is None or match[3] not in sum(_FUSED.values(), ()):
+            found[plain] = read
+        else:
+            experts.setdefault(match[1], {}).setdefault(match[3], {})[int(match[2])] = read
+    for head, rows in experts.items():
+        for name, parts in _FUSED.items():
+            if all(part in rows for part in parts):
+                found[f"{head}.{name}"] = partial(_stacked, head, [rows[part] for part in parts])
+    return found
+
+
+def _stacked(head: str, parts: list[dict[int, Callable[[], Tensor]]]) -> Tensor:
+    numbers = range(len(parts[0]))
+    if any(set(part) != set(numbers) for part in parts):
+        raise CheckpointError(f"{head} has the experts {sorted(parts[0])}; a layer has experts 0, 1, ... without gaps")
+    return torch.stack([torch.cat([part[number]() for part in parts]) for number in numbers])
+
+
+def write_model(
+    folder: Path, entries: Iterable[Entry], most: int = 5 << 30, track: Callable[[list[list[Entry]]], Iterable] = iter
+) -> None:  # fmt: skip
+    """Write ``model.safetensors``, or several files and an index, into a new or empty folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise CheckpointError(f"{folder} is not empty; write the model to a new folder")
+    groups = list(grouped(entries, lambda entry: entry.bytes, most))
+    names = [f"model-{n:05}-of-{len(groups):05}.safetensors" for n in range(1, len(groups) + 1)]
+    names = ["model.safetensors"] if len(groups) == 1 else names
+    for name, group in zip(names, track(groups), strict=True):
+        write(folder / name, group, {"format": "pt"})
+    if len(groups) > 1:
+        places = {entry.name: name for name, group in zip(names, groups, strict=True) for entry in group}
+        total = sum(entry.bytes for group in groups for entry in group)
+        content = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+
+def entry_of(name: str, dtype: torch.dtype, shape: tuple[int, ...], read: Callable[[], Tensor]) -> Entry:
+    """A tensor to write that is read when it is its turn."""
+    return Entry(name, dtype, shape, lambda: to_bytes(read()))

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fpipe.stream``: whole parameters by their names in the model, on all ranks in one order, one bucket at a time.
+
+Every rank learns names, shapes and order first. Then the rank that has a tensor sends it in pieces, after the copies of
+the pipeline have put their parts together. This module must not know files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..tree import Spec, is_tensor
+from ._pipe import Pipe, agree, everyone
+from .collect import merged, stage_trees
+from .files import grouped
+from .keys import Names, StageTree
+
+#: Of a bucket: what is sent at a time, and the tensors that are complete at once; the consumer may hold as many.
+_PIECE, _WHOLE = 1 / 8, 3 / 8
+#: Pieces between two waits for all ranks; memory that processes share may keep three times as many of each other rank.
+_AHEAD = 8
+
+
+class Row(NamedTuple):
+    """A parameter that is streamed: where it is, its name, shape and dtype."""
+
+    stage: int
+    leaf: int
+    rank: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype."""
+        return getattr(torch, self.dtype)
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole tensor."""
+        return torch.Size(self.shape).numel() * self.torch_dtype.itemsize
+
+
+def stream(
+    pipe: Pipe, params: Sequence[Any], bucket_bytes: int = 1 << 28, *, dtype: torch.dtype | None = None,
+    to: int | None = None, rename: Callable[[str], str] | None = None,
+) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    """All parameters as pairs of name and whole tensor, in the same order on every rank.
+
+    Every process iterates to the end. Beside its own parameters a rank holds at most ``bucket_bytes``, or twice the
+    largest tensor if that is more, as long as the caller keeps none. A rank gets its own parameters as they are, so
+    they must not be changed; other tensors are new. Tied parameters come once.
+
+    Args:
+        pipe: the pipeline.
+        params: its parameters, one tree per stage; parts with ``zero=``.
+        bucket_bytes: the memory for what comes from other ranks.
+        dtype: that of the floating tensors; by default their own.
+        to: the only rank of the pipeline that gets tensors; the others get such on the device "meta".
+        rename: from names in the model to others.
+
+    Yields:
+        Names and tensors, on the device of the first rank of this process.
+
+    Raises:
+        CheckpointError: on every process, if leaves have no names, or each copy has its own (``own=``).
+
+    >>> import fpipe
+    >>> stages = [fpipe.Stage(lambda p, x: x @ p["w"], name=name) for name in ("first", "last")]
+    >>> pipe = fpipe.pipeline(stages, loss=torch.sum, microbatches=2, group=fpipe.local(2))
+    >>> params = [{"w": torch.eye(2)}, {"w": torch.ones(2)}]
+    >>> for name, tensor in fpipe.stream(pipe, params): print(name, tensor.shape)
+    first.w torch.Size([2, 2])
+    last.w torch.Size([2])
+    """
+    if bucket_bytes < 1 or (to is not None and not 0 <= to < pipe.group.size):
+        raise CheckpointError(f"bucket_bytes={bucket_bytes}, to={to}; give bytes, and a rank below {pipe.group.size}")
+    return _start(pipe, params, bucket_bytes, dtype, to, rename)
+
+
+def _start(
+    pipe: Pipe, params: Sequence[Any], bucket: int, dtype: torch.dtype | None, to: int | None,
+    rename: Callable[[str], str] | None,
+) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    """Agree on what comes in which order."""
+    trees, holding = agree(pipe, lambda: stage_trees(Names(pipe), params))
+    facts = everyone(pipe, holding.facts())
+    agree(pipe, lambda: merged(facts))
+    texts = everyone(pipe, json.dumps(agree(pipe, lambda: _rows(Names(pipe), trees, dtype))))
+    found = (row for text in texts for row in json.loads(text))
+    rows = sorted({Row(stage, leaf, rank, name, tuple(shape), kind) for stage, leaf, rank, name, shape, kind in found})
+    names = agree(pipe, lambda: [row.name if rename is None else rename(row.name) for row in rows])
+    return _streamed(pipe, trees, rows, names, bucket, to)
+
+
+def _rows(names: Names, trees: Mapping[int, StageTree], dtype: torch.dtype | None) -> list[Row]:
+    """The parameters that this process sends."""
+    pipe = names.pipe
+    rows = []
+    for stage, here in trees.items():
+        rank = pipe.placement.ranks_of(stage)[0]
+        for index, (leaf, path) in enumerate(zip(here.leaves, here.paths, strict=True)):
+            if here.own[index]:
+                raise CheckpointError(f"{here.keys[index]!r} is in own=: each copy has another one, and none is whole")
+            if is_tensor(leaf) and rank in pipe.group.here and names.first(stage, path) == stage:
+                kind = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
+                text = str(kind).removeprefix("torch.")
+                rows.append(Row(stage, index, rank, here.keys[index], here.shape(index), text))
+    return rows
+
+
+def _streamed(
+    pipe: Pipe, trees: Mapping[int, StageTree], rows: Sequence[Row], names: Sequence[str], bucket: int, to: int | None
+) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    following, kept = iter(names), to is None or to in pipe.group.here
+    for run in _runs(rows, int(bucket * _WHOLE)):
+        own = run[0].rank in pipe.group.here
+        tensors = [_whole(pipe, trees[r.stage], r) if own else _empty(pipe, r, kept) for r in run]
+        if len(pipe.group.here) < pipe.group.size:
+            _send(pipe, tensors, run, _piece(pipe, bucket))
+        tensors.reverse()
+        while tensors:
+            yield next(following), tensors.pop() if kept else torch.empty_like(tensors.pop(), device="meta")
+
+
+def _runs(rows: Sequence[Row], most: int) -> Iterator[list[Row]]:
+    """Consecutive parameters of one rank, of at most so many bytes."""
+    for run in grouped(rows, lambda row: row.bytes, most):
+        while run:
+            same = [row for row in run if row.rank == run[0].rank]
+            count = next((i for i, row in enumerate(run) if row.rank != run[0].rank), len(same))
+            yield run[:count]
+            run = run[count:]
+
+
+def _empty(pipe: Pipe, row: Row, kept: bool) -> Tensor:
+    device = pipe.config.device if kept else torch.device("meta")
+    return torch.empty(row.shape, dtype=row.torch_dtype, device=device)
+
+
+def _whole(pipe: Pipe, here: StageTree, row: Row) -> Tensor:
+    """A whole parameter of this process; with parts, those of all copies."""
+    leaf: Tensor = here.leaves[row.leaf].detach()
+    if here.layout is None or here.span(row.leaf) is None or pipe.copies is None:
+        return leaf.to(row.torch_dtype)
+    group, total = pipe.copies.group, torch.empty(row.shape, dtype=leaf.dtype, device=leaf.device)
+    flat = total.view(-1)
+    for copy in range(group.size):
+        first, last = here._replace(layout=replace(here.layout, part=copy)).span(row.leaf) or (0, 0)
+        if first < last:
+            spec = Spec((last - first,), (1,), leaf.dtype)
+            mine = (leaf.contiguous(),) if copy == pipe.copies.part else None
+            flat[first:last] = group.share(mine, (spec,), copy)[0]
+    return total.to(row.torch_dtype)
+
+
+def _piece(pipe: Pipe, bucket: int) -> int:
+    """Bytes that are sent at a time."""
+    kept = 3 * _AHEAD * 2 * (pipe.group.size - 1) if pipe.group.at_once else 1
+    return max(int(bucket * _PIECE / kept), 1 << 14)
+
+
+def _send(pipe: Pipe, tensors: Sequence[Tensor], rows: Sequence[Row], piece: int) -> None:
+    """Fill the tensors of the other ranks, a piece after another; no rank runs far ahead of the others."""
+    source, device = rows[0].rank, pipe.config.device
+    own = source in pipe.group.here
+    flat = [tensor.contiguous().view(-1).view(torch.uint8) if own or not tensor.is_meta else None for tensor in tensors]
+    cuts = [(i, at, min(at + piece, r.bytes)) for i, r in enumerate(rows) for at in range(0, r.bytes, piece)]
+    for number, group in enumerate(grouped(cuts, lambda cut: cut[2] - cut[1], piece)):
+        specs = tuple(Spec((last - first,), (1,), torch.uint8) for _, first, last in group)
+        views = [None if (whole := flat[i]) is None else whole[first:last] for i, first, last in group]
+        sent = tuple(view for view in views if view is not None) if own else None
+        values = pipe.group.share(sent, specs, source)
+        for view, value in zip(views, values, strict=True):
+            if view is not None and not own:
+                view.copy_(value)
+        del values
+        if number % _AHEAD == _AHEAD - 1:
+            pipe.group.all_reduce(torch.zeros(1, device=device))
