@@ -157,7 +157,7 @@ SECTIONS: dict[str, str | tuple[str, ...]] = {
     "Measuring and debugging": ("running.profile", "running.debugging"),
     "Programs of a stage": ("programs", "plans.weaving"),
     "Gradient transforms": "transforms",
-    "Checkpoints": "saving",
+    "Checkpoints and runs": ("saving", "command.loop"),
     "Errors": "errors",
 }
 

@@ -19,6 +19,7 @@ _TABLE = {
     "collectives.local": "local",
     "collectives.setup": "adopt init",
     "command.launch": "launch",
+    "command.loop": "Loop",
     "errors": "ActionError BatchError CheckpointError DeadlockError FpipeError GroupError LaunchError MismatchError"
     " PeerError ScheduleError StageError StalledError TraceError TransformError"
     " UnsupportedError WeaveError",
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from .collectives.setup import adopt as adopt
     from .collectives.setup import init as init
     from .command.launch import launch as launch
+    from .command.loop import Loop as Loop
     from .errors import *
     from .generators import make_schedule as make_schedule
     from .generators import register_schedule as register_schedule

@@ -11,12 +11,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
 from .files import Entry, grouped, to_bytes, write
+from .receive import Stored
 
 INDEX = "model.safetensors.index.json"
 #: Parameters of all experts of a layer -> those of one expert, which are joined along axis 0 of theirs.
@@ -74,6 +76,20 @@ def write_model(
         total = sum(entry.bytes for group in groups for entry in group)
         content = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / INDEX).write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+
+def entries(tensors: Mapping[str, Callable[[], Tensor]]) -> list[Entry]:
+    """The tensors of files, those of experts joined, to write them elsewhere."""
+    return [entry_of(name, *_description(read), read) for name, read in tensors.items()]
+
+
+def _description(read: Any) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Dtype and shape of a tensor that is not read."""
+    if isinstance(read, Stored):
+        return read.entry.dtype, read.entry.shape
+    parts = [part[0] for part in read.args[1]]
+    (dtype, first), rows = _description(parts[0]), sum(_description(part)[1][0] for part in parts)
+    return dtype, (len(read.args[1][0]), rows, *first[1:])
 
 
 def entry_of(name: str, dtype: torch.dtype, shape: tuple[int, ...], read: Callable[[], Tensor]) -> Entry:

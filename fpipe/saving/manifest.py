@@ -11,18 +11,18 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from .. import __version__
 from ..errors import CheckpointError
-from .files import DTYPES, NAMES, exactly, hashed, opened, size_of
+from .files import NAMES, Entry, exactly, grouped, hashed, opened, size_of, write
 from .structure import Node
 
 NAME = "manifest.json"
@@ -31,6 +31,10 @@ MOST = 1 << 30
 _START, _BETWEEN, _END = b'{"sha256": "', b'",\n"manifest": ', b"}\n"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*NAMES, torch.complex128)}
 _HEX = frozenset("0123456789abcdef")
+
+
+#: Passes groups of tensors on, and counts them.
+Track: TypeAlias = Callable[[list[list[Entry]]], Iterable[list[Entry]]]
 
 
 class Piece(NamedTuple):
@@ -186,6 +190,25 @@ class Manifest:
                     yield f"{key!r}: {error}"
 
 
+def from_entries(folder: Path, entries: Sequence[Entry], most: int, track: Track = iter) -> Manifest:
+    """Write a checkpoint of parameters alone into a new or empty folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise CheckpointError(f"{folder} is not empty; write the checkpoint to a new folder")
+    files, leaves, slots = dict[str, File](), dict[str, Leaf](), dict[str, Node]()
+    for number, group in enumerate(track(list(grouped(entries, lambda entry: entry.bytes, most)))):
+        name = f"00000-{number:05}.safetensors"
+        done = write(folder / name, [entry._replace(name=f"params/{entry.name}") for entry in group])
+        files[name] = File(done.size, done.header, done.sha256)
+        for entry, place in zip(group, done.pieces, strict=True):
+            piece = Piece(0, prod(entry.shape), name, *place)
+            leaves[f"params/{entry.name}"] = Leaf(str(entry.dtype).removeprefix("torch."), entry.shape, True, (piece,))
+            slots[entry.name] = ["leaf", f"params/{entry.name}"]
+    manifest = Manifest({"params": ["stages", "params"]}, leaves, slots={"params": slots}, files=files)
+    manifest.write(folder)
+    return manifest
+
+
 def is_hash(text: object) -> bool:
     """Whether a value is a hash as text."""
     return isinstance(text, str) and len(text) == 64 and _HEX.issuperset(text)
@@ -208,6 +231,3 @@ def flush_folder(folder: Path) -> None:
 def is_complete(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder holds a complete checkpoint."""
     return (Path(folder) / NAME).is_file()
-
-
-__all__ = ["DTYPES", "File", "Leaf", "Manifest", "Piece"]

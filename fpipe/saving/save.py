@@ -11,6 +11,7 @@ import json
 import os
 import re
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,6 +33,7 @@ from .manifest import File, Leaf, Manifest, Piece, flush_folder, is_complete
 #: Bytes of a file of tensors at most, but for a larger tensor.
 MOST_FILE = 2 << 30
 _POLL = 0.02
+_LAST = 2.0  #: seconds for the lists of other processes after the program has ended
 _OURS = re.compile(r"[0-9]{5}-[0-9]{5}\.safetensors|[0-9]{5}\.[0-9a-f]{16}\.json|\.[0-9a-f]{16}\.part")
 #: Names of trees that would be taken for arguments of ``load``.
 RESERVED = frozenset({"strict", "like", "wait", "path", "pipe"})
@@ -244,8 +246,10 @@ class _Job:
         lists = [self._list_of(number) for number in self.numbers]
         until = time.monotonic() + self.timeout * 10
         while missing := [path for path in lists if not path.exists()]:
+            if not threading.main_thread().is_alive():  # the program ends, after a failure of another process perhaps
+                until = min(until, time.monotonic() + _LAST)
             if time.monotonic() > until:
-                raise CheckpointError(f"{missing[0]} did not appear within {self.timeout * 10:g} s; a process ended")
+                raise CheckpointError(f"{missing[0]} did not appear; its process ended, or does not see this folder")
             time.sleep(_POLL)
         rows = [json.loads(path.read_text(encoding="utf-8")) for path in lists]
         fault = next((row for row in rows if isinstance(row, str)), None)

@@ -120,7 +120,6 @@ def test_a_stream_between_processes_holds_one_bucket(long: bool):
     assert all(row["right"] and row["back"] for row in found)
     assert all(row["order"] == found[0]["order"] and len(row["order"]) == 4 * ROWS for row in found)
     assert {device for _, device in found[0]["to"]} == {"cpu"} and {device for _, device in found[1]["to"]} == {"meta"}
-    print([row["held"] for row in found])
     assert max(row["held"] for row in found) <= 1.2, [row["held"] for row in found]
 
 

@@ -65,7 +65,7 @@ PACKAGES = {
     "command": Entry(
         "the command line, launching, the demo",
         "plans, programs",
-        "collectives devices errors generators running schedule schedules transforms tree",
+        "collectives devices errors generators running saving schedule schedules transforms tree",
     ),
     "__main__": Entry("python -m fpipe", "", "command"),
 }

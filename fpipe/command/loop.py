@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fpipe.Loop``: train, log, checkpoint, resume. A loop of your own can do the same with ``save`` and ``load``.
+
+A run is a function of the parameters that it began with and of ``batch(step)``; checkpoints hold what it has become.
+This module must not know how checkpoints are written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from ..errors import CheckpointError
+from ..running.pipeline import Pipeline, value_and_grad
+from ..saving.load import load
+from ..saving.manifest import NAME, is_complete
+from ..saving.save import Saving, save
+from ..transforms import Transform, apply_updates
+from ..transforms.finite import LossScaleState
+
+_FOLDER = re.compile(r"step-(\d{9,})")
+#: What is logged of a step: its number, loss and seconds.
+Record: TypeAlias = dict[str, Any]
+#: The arguments of a step, ``(x, *targets)``, or these and side inputs by name.
+Batch: TypeAlias = Sequence[Any] | tuple[Sequence[Any], dict[str, Any]]
+
+
+class Trained(NamedTuple):
+    """The result of a run: parameters, state of the transform, and the number of steps."""
+
+    params: Any
+    state: Any
+    step: int
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Train with checkpoints from which an interrupted run continues with the same bits.
+
+    After a failure, start the program again, as ``torchrun --max-restarts`` does: ``run`` continues from the last
+    complete checkpoint. At SIGTERM all processes finish their step, write a checkpoint, and the signal ends them. With
+    ``seed=`` of the pipeline, each step draws other numbers, by seed and step.
+
+    Args:
+        pipe: a pipeline with a loss.
+        tx: the gradient transform.
+        path: the folder of the run, which all processes share: one folder per checkpoint, and ``log.jsonl``; without
+            it nothing is written.
+        every: steps from a checkpoint to the next one. They are written behind the next steps.
+        keep: how many checkpoints stay.
+        keep_every: checkpoints of multiples of this step stay too; 0: none.
+        log: called with a record of each step, on the first process; by default records are lines of ``log.jsonl``.
+
+    >>> import tempfile, fpipe
+    >>> pipe = fpipe.pipeline(
+    ...     [fpipe.Stage(lambda p, x: x * p, name=name) for name in ("first", "last")],
+    ...     loss=lambda y, t: (y - t).square().mean(), microbatches=2, group=fpipe.local(2),
+    ... )
+    >>> loop = fpipe.Loop(pipe, fpipe.sgd(0.1), path=tempfile.mkdtemp(), every=2)
+    >>> batch = lambda step: (torch.ones(2), torch.full((2,), 4.0))
+    >>> params, state, step = loop.run([torch.ones(1), torch.ones(1)], batch, steps=3)
+    >>> loop.run([torch.ones(1), torch.ones(1)], batch, steps=4).step, loop.checkpoints()
+    (4, (2, 3, 4))
+    """
+
+    pipe: Pipeline
+    tx: Transform
+    path: str | os.PathLike[str] | None = None
+    every: int = 100
+    keep: int = 3
+    keep_every: int = 0
+    log: Callable[[Record], object] | None = None
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or self.keep < 1 or self.keep_every < 0:
+            raise CheckpointError(
+                f"every={self.every}, keep={self.keep}, keep_every={self.keep_every}; a loop writes a checkpoint every "
+                "step at most, and keeps one at least"
+            )
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+    def checkpoints(self) -> tuple[int, ...]:
+        """The steps that have a complete checkpoint."""
+        if self.path is None or not Path(self.path).is_dir():
+            return ()
+        found = ((_FOLDER.fullmatch(folder.name), folder) for folder in Path(self.path).iterdir())
+        return tuple(sorted(int(match[1]) for match, folder in found if match and is_complete(folder)))
+
+    def folder(self, step: int) -> Path:
+        """Where the checkpoint of a step is."""
+        return Path(self.path or ".") / f"step-{step:09}"
+
+    @property
+    def _first(self) -> bool:
+        copies = self.pipe.copies
+        return 0 in self.pipe.group.here and (copies is None or copies.part == 0)
+
+    def _latest(self) -> int | None:
+        """The last complete checkpoint, as the first process sees it."""
+        steps = self.checkpoints()
+        rows = self.pipe.gather(steps[-1] if steps else -1)
+        if self.pipe.copies is not None:
+            rows = self.pipe.copies.group.gather_objects(rows[0])
+        return None if rows[0] < 0 else rows[0]
+
+    def _save(self, now: Trained) -> Saving | None:
+        if self.path is None:
+            return None
+        more = {"state": now.state, "step": now.step, "seed": self.pipe.config.seed}
+        return save(self.folder(now.step), self.pipe, params=now.params, wait=False, **more)
+
+    def _finish(self, saving: Saving | None) -> None:
+        """Wait for a checkpoint, and remove older ones."""
+        if saving is None:
+            return
+        saving.wait()
+        if self._first:
+            for step in self.checkpoints()[: -self.keep]:
+                if not self.keep_every or step % self.keep_every:
+                    (self.folder(step) / NAME).unlink()  # from here on it is incomplete
+                    shutil.rmtree(self.folder(step))
+
+    # ---- training ---------------------------------------------------------------------------------------------------
+    def run(self, params: Sequence[Any], batch: Callable[[int], Batch], steps: int) -> Trained:
+        """Train until ``steps`` steps are done, in this run and those that it continues; every process calls it.
+
+        Args:
+            params: what the first run begins with, placed: ``pipe.place(params)``, or ``pipe.shard`` with ``zero=``.
+            batch: the arguments of a step by its number, from 0: ``(x, *targets)``, or this and a dict of side inputs.
+            steps: in all.
+
+        Returns:
+            ``(params, state, step)``.
+
+        Raises:
+            CheckpointError: if the last checkpoint is of another model, or damaged.
+        """
+        with _signalled() as signalled:
+            now, saving = self._start(params), None
+            log = self._logger(now.step)
+            step_of = value_and_grad(self.pipe)
+            while now.step < steps:
+                began = time.perf_counter()
+                loss, now = self._step(step_of, now, batch)
+                if log is not None:
+                    log({"step": now.step, "loss": loss.item(), "seconds": round(time.perf_counter() - began, 6)})
+                stop = self._stops(bool(signalled))
+                if now.step % self.every == 0 or now.step == steps or stop:
+                    self._finish(saving)
+                    saving = self._save(now)
+                if stop:
+                    break
+            self._finish(saving)
+        if signalled:
+            signal.raise_signal(signalled[0])
+        return now
+
+    def _start(self, params: Sequence[Any]) -> Trained:
+        """The last complete checkpoint, or the beginning."""
+        step = self._latest()
+        if step is None:
+            return Trained(list(params), self.tx.init(params), 0)
+        names = "params", "state", "step", "seed"
+        params, state, step, seed = load(self.folder(step), self.pipe, *names, like=list(params))
+        if seed != self.pipe.config.seed:
+            raise CheckpointError(
+                f"the run in {self.path} has seed={seed}, and the pipeline seed={self.pipe.config.seed}; build the "
+                "pipeline with the same seed, or begin a run in another folder"
+            )
+        return Trained(params, state, step)
+
+    def _step(self, step_of: Callable[..., Any], now: Trained, batch: Callable[[int], Batch]) -> tuple[Any, Trained]:
+        args: Any = batch(now.step)
+        sides: dict[str, Any] = {}
+        if len(args) == 2 and isinstance(args[0], (tuple, list)) and isinstance(args[1], dict):
+            args, sides = args
+        options = {"loss_scale": _scale_of(now.state), "seed": seed_of(self.pipe.config.seed, now.step)}
+        loss, grads = step_of(now.params, *args, **options, **sides)
+        tx = self.tx
+        updates, state = tx.update(grads, now.state, now.params)
+        return loss, Trained(apply_updates(now.params, updates), state, now.step + 1)
+
+    def _stops(self, signalled: bool) -> bool:
+        """Whether a process got a signal: all of them stop after the same step."""
+        flag = torch.tensor([float(signalled)], device=self.pipe.config.device)
+        flag = self.pipe.group.all_reduce(flag, "max")
+        if self.pipe.copies is not None:
+            flag = self.pipe.copies.group.all_reduce(flag, "max")
+        return bool(flag.item())
+
+    def _logger(self, step: int) -> Callable[[Record], object] | None:
+        """Where records go, on the first process."""
+        if not self._first or self.log is not None or self.path is None:
+            return self.log if self._first else None
+        path = Path(self.path) / "log.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in path.read_text().splitlines() if _number(line) <= step] if path.exists() else []
+        path.write_text("".join(f"{line}\n" for line in kept))
+
+        def log(record: Record) -> None:
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+
+        return log
+
+
+def _number(line: str) -> float:
+    """The step of a line of a log; infinite for one that was cut off."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+def seed_of(seed: int | None, step: int) -> int | None:
+    """The seed of a step.
+
+    >>> seed_of(None, 3) is None, seed_of(1, 3) == seed_of(1, 3), seed_of(1, 3) == seed_of(1, 4)
+    (True, True, False)
+    """
+    if seed is None:
+        return None
+    return int.from_bytes(blake2b(f"{seed}/{step}".encode(), digest_size=7).digest(), "big")
+
+
+def _scale_of(state: Any) -> Any:
+    """The scale of the loss, if the state has one."""
+    if isinstance(state, LossScaleState):
+        return state.scale
+    parts = state if isinstance(state, tuple) else ()
+    return next((scale for scale in map(_scale_of, parts) if scale is not None), None)
+
+
+@contextmanager
+def _signalled() -> Iterator[list[int]]:
+    """Collects SIGTERM, if this is the main thread; the handler that was there is back when the context ends."""
+    found: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield found
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: found.append(number))
+    try:
+        yield found
+    finally:
+        signal.signal(signal.SIGTERM, before)

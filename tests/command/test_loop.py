@@ -1,0 +1,168 @@
+"""``fpipe.Loop``: a run that was interrupted, in any way and at any moment, ends with the bits of one that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fpipe
+from checkpoint_model import Layout, adam, batch, by_name, optimizer, pipeline
+from common import same
+from fpipe import CheckpointError, Stage, testing
+
+LAYOUTS = [Layout(8, "ZBV", 4), Layout(2, "1F1B", 2)]
+
+
+def run(path: Path | None, layout: Layout, steps: int, make: Any = optimizer, **options: Any) -> Any:
+    """Parameters by name after a run, or its continuation."""
+    pipe, params = pipeline(layout)
+    return by_name(pipe, fpipe.Loop(pipe, make(pipe), path, **options).run(params, batch, steps).params)
+
+
+def losses(path: Path) -> list[tuple[int, float]]:
+    return [(row["step"], row["loss"]) for row in map(json.loads, (path / "log.jsonl").read_text().splitlines())]
+
+
+def test_a_run_in_parts_is_one_run(tmp_path: Path):
+    """Every part under another layout; the log is that of one run, although a step was done twice."""
+    want = run(tmp_path / "whole", LAYOUTS[0], 7)
+    for part, steps in enumerate((2, 5, 7)):
+        got = run(tmp_path / "parts", LAYOUTS[part % 2], steps, every=2, keep=9)
+        with open(tmp_path / "parts" / "log.jsonl", "a") as file:
+            file.write('{"step": 99, "loss": 1}\n{"step": 1')  # of a process that was killed
+    assert same(got, want)
+    got = run(tmp_path / "parts", LAYOUTS[0], 7)
+    assert same(got, want)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_checkpoints_that_stay(tmp_path: Path):
+    pipe, params = pipeline(LAYOUTS[1])
+    loop = fpipe.Loop(pipe, fpipe.sgd(0.1), tmp_path, every=2, keep=2, keep_every=4)
+    loop.run(params, batch, 11)
+    assert loop.checkpoints() == (4, 8, 10, 11)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.jsonl", *(f"step-{n:09}" for n in (4, 8, 10, 11))]
+    (tmp_path / "step-000000011" / "manifest.json").unlink()
+    assert loop.checkpoints() == (4, 8, 10)
+    assert loop.run(params, batch, 10).step == 10
+
+
+def dropped(p: Any, x: Tensor) -> Tensor:
+    return torch.nn.functional.dropout(x * p, 0.5)
+
+
+def test_draws_depend_on_seed_and_step(tmp_path: Path):
+    stages = [Stage(dropped, name=name) for name in ("a", "b")]
+    loss = lambda y, t: (y - t).square().mean()
+    make = lambda seed: fpipe.pipeline(stages, loss=loss, microbatches=2, group=fpipe.local(2), seed=seed)
+    data, params = lambda step: (torch.ones(2, 64), torch.full((2, 64), 3.0)), [torch.ones(64), torch.ones(64)]
+    want = fpipe.Loop(make(1), fpipe.sgd(0.1)).run(params, data, 4)
+    first = fpipe.Loop(make(1), fpipe.sgd(0.1), tmp_path).run(params, data, 2)
+    assert same(fpipe.Loop(make(1), fpipe.sgd(0.1), tmp_path).run(params, data, 4), want)
+    assert not same(fpipe.Loop(make(2), fpipe.sgd(0.1)).run(params, data, 2), first)
+    with pytest.raises(CheckpointError, match="has seed=1, and the pipeline seed=2"):
+        fpipe.Loop(make(2), fpipe.sgd(0.1), tmp_path).run(params, data, 5)
+
+
+def test_records_go_to_one_callable():
+    seen: list[dict[str, Any]] = []
+    run(None, LAYOUTS[1], 3, log=seen.append)
+    assert [row["step"] for row in seen] == [1, 2, 3] and all(row["seconds"] >= 0 for row in seen)
+
+
+def test_side_inputs_belong_to_a_batch():
+    def scaled(p: Any, x: Tensor, *, by: Tensor) -> Tensor:
+        return x * p * by
+
+    pipe = fpipe.pipeline([scaled, scaled], loss=torch.sum, microbatches=2, group=fpipe.local(2))
+    data = lambda step: ((torch.ones(2),), {"by": torch.full((2,), 2.0)})
+    assert fpipe.Loop(pipe, fpipe.sgd(0.0)).run([torch.ones(1)] * 2, data, 1).step == 1
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_copies_resume_together(tmp_path: Path, zero: int):
+    def on_copy(dp: Any, steps: int, path: Path | None) -> Any:
+        pipe, params = pipeline(Layout(8, "ZBV", 4, zero), dp)
+        own = lambda step: tuple(t.chunk(2)[dp.here[0]] for t in batch(step))
+        return pipe.unshard(fpipe.Loop(pipe, adam(pipe), path, every=2).run(params, own, steps).params)
+
+    def on_copies(*args: Any) -> Any:
+        return testing.run(lambda dp: on_copy(dp, *args), ranks=2, order="buffered", seed=0)
+
+    want = on_copies(5, None)
+    on_copies(3, tmp_path)
+    assert same(on_copies(5, tmp_path), want)
+
+
+@pytest.mark.parametrize("options", [{"every": 0}, {"keep": 0}, {"keep_every": -1}])
+def test_numbers_are_checked(options: dict[str, int]):
+    with pytest.raises(CheckpointError, match="writes a checkpoint every step at most"):
+        fpipe.Loop(pipeline(LAYOUTS[1])[0], fpipe.sgd(0.1), **options)  # type: ignore[arg-type]
+
+
+# ---- processes that end ---------------------------------------------------------------------------------------------
+STEPS = 12
+
+
+def _process(path: Path, rank: int, seconds: float, number: int) -> Any:
+    """One of two processes; that of a rank gets a signal after some seconds from its first step on."""
+    group = fpipe.init(timeout=30)
+    pipe, params = pipeline(LAYOUTS[1], group=group)
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), number))
+    timer.daemon = True
+
+    def data(step: int) -> Any:
+        if rank == group.rank and not timer.ident:
+            timer.start()
+        return batch(step)
+
+    return by_name(pipe, fpipe.Loop(pipe, adam(pipe), path, every=1, keep=2).run(params, data, STEPS).params)
+
+
+def _continued(path: Path, want: dict[str, Tensor]) -> None:
+    """The run is continued, and ends as one that was not interrupted."""
+    parts = fpipe.launch(_process, path, 9, 0, 0, ranks=2, timeout=60)
+    assert same({**parts[0], **parts[1]}, want)
+    assert [step for step, _ in losses(path)] == list(range(1, STEPS + 1))
+    assert losses(path) == losses(path.parent / "whole")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    folder = tmp_path_factory.mktemp("loop")
+    return folder, run(folder / "whole", LAYOUTS[1], STEPS, adam)
+
+
+@pytest.mark.timeout(600)
+def test_a_process_that_is_killed_at_any_moment(whole: Any, long: bool):
+    """Saving included: each step ends with a checkpoint that is written behind the next one."""
+    folder, want = whole
+    draw, killed = random.Random(0), 0
+    for number in range(30 if long else 1):
+        path = folder / f"killed-{number}"
+        try:
+            fpipe.launch(_process, path, draw.randrange(2), draw.uniform(0, 1.0), signal.SIGKILL, ranks=2, timeout=60)
+        except fpipe.FpipeError:
+            killed += 1
+        _continued(path, want)
+    assert killed >= (20 if long else 0), "most were in time"
+
+
+def test_sigterm_writes_a_checkpoint_and_ends_with_the_signal(whole: Any):
+    folder, want = whole
+    path = folder / "terminated"
+    with pytest.raises(fpipe.FpipeError, match="SIGTERM"):
+        fpipe.launch(_process, path, 0, 0.0, signal.SIGTERM, ranks=2, timeout=60)
+    pipe, _ = pipeline(LAYOUTS[1])
+    steps = fpipe.Loop(pipe, adam(pipe), path).checkpoints()
+    assert steps and steps[-1] == losses(path)[-1][0] < STEPS, "the step of the signal is saved"
+    _continued(path, want)
