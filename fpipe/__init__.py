@@ -45,7 +45,7 @@ _TABLE = {
     "schedule": "Action Fused Placement Schedule",
     "schedules.costs": "Costs",
     "schedules.timeline": "Timeline",
-    "stage": "Stage remat",
+    "stage": "Stage block remat",
     "transforms": "Transform accumulate adamw add_noise apply_updates cast chain clip_by_global_norm"
     " clip_by_value dynamic_loss_scale ema from_torch global_norm identity lion masked"
     " master mean_over muon optimistic partition scale scale_by_schedule sgd skip_nonfinite"
@@ -103,6 +103,7 @@ if TYPE_CHECKING:
     from .schedules.costs import Costs as Costs
     from .schedules.timeline import Timeline as Timeline
     from .stage import Stage as Stage
+    from .stage import block as block
     from .stage import remat as remat
     from .transforms import *
 else:

@@ -194,6 +194,46 @@ def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
     return Remat(fn)
 
 
+#: What a call of a block does while a stage is traced.
+BLOCKS: ContextVar[Callable[[Block, tuple[Any, ...], dict[str, Any]], Any] | None] = ContextVar("BLOCKS", default=None)
+
+
+class Block:
+    """A function that is traced once for all its calls with equal shapes; see ``block``."""
+
+    def __init__(self, fn: Callable[..., Any]):
+        self.fn = fn
+        self.__wrapped__ = fn
+        self.__qualname__ = getattr(fn, "__qualname__", type(fn).__name__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        handler = BLOCKS.get()
+        return self.fn(*args, **kwargs) if handler is None else handler(self, args, kwargs)
+
+
+def block(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace ``fn`` once for all its calls with arguments of equal shapes, as for the equal layers of a stage.
+
+    The first trace of a stage of many layers then takes about as long as that of one layer. Programs and results are
+    the same as without it. Hugging Face layers and equal modules in an ``nn.Sequential`` or ``nn.ModuleList`` are
+    blocks without being named.
+
+    Args:
+        fn: a pure function whose result depends on its arguments alone, as that of a stage does. It may take and
+            return any pytrees.
+
+    >>> from fpipe import trace
+    >>> layer = block(lambda p, x: torch.tanh(x @ p))
+    >>> def stage(params, x):
+    ...     for p in params:
+    ...         x = layer(p, x)
+    ...     return x
+    >>> trace(stage, [torch.eye(2)] * 3, torch.ones(1, 2)).forward.code.count("tanh(")
+    3
+    """
+    return Block(fn)
+
+
 def with_defaults(stage: Stage, engine: Engine, compile: str | None = None) -> Stage:
     """A stage with the pipeline's engine and compiler where it names none itself."""
     engine = stage.engine or engine

@@ -19,6 +19,7 @@ from torch.func import functional_call
 
 from ..errors import StageError
 from ..stage import remat
+from ._layers import as_block
 from ._pure import Claim, Pure, clone
 
 SIDES = ("attention_mask", "position_ids", "position_embeddings")
@@ -119,8 +120,13 @@ def _with_router_logits(forward: Callable[..., Any], *args: Any, **kwargs: Any) 
     return out
 
 
-def with_stand_ins(model: nn.Module, span: tuple[int, int], last: bool, config: Any) -> nn.Module:
-    """A clone of the model in which stand-ins replace the submodules of other stages."""
+def with_stand_ins(
+    model: nn.Module, span: tuple[int, int], last: bool, config: Any, as_blocks: bool
+) -> nn.Module:  # fmt: skip
+    """A clone of the model in which stand-ins replace the submodules of other stages.
+
+    ``as_blocks``: equal layers are traced once.
+    """
     (inner, layers), (low, high) = decoder_of(model), span
     replacements: dict[nn.Module, nn.Module] = {
         layer: _Skip() for index, layer in enumerate(layers) if not low <= index < high
@@ -144,7 +150,11 @@ def with_stand_ins(model: nn.Module, span: tuple[int, int], last: bool, config: 
         if getattr(child, "gradient_checkpointing", False):
             child.__dict__["gradient_checkpointing"] = False
     for old, new in zip(layers, decoder_of(copy)[1], strict=True):
-        if getattr(old, "gradient_checkpointing", False) and old.training and not isinstance(new, _Skip):
+        if isinstance(new, _Skip):
+            continue
+        if as_blocks:
+            as_block(new)
+        if getattr(old, "gradient_checkpointing", False) and old.training:
             new.forward = _checkpointed(new)
     return copy
 

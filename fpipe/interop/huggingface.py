@@ -72,7 +72,8 @@ def _parts(
     """Stages and parameters by the layers of each stage."""
     _, layers = decoder_of(model)
     router = router_of(model) if aux_loss else None
-    modules = [with_stand_ins(model, span, s == len(spans) - 1, config) for s, span in enumerate(spans)]
+    alone = router is not None  # routers' logits are collected while each layer runs
+    modules = [with_stand_ins(model, span, s == len(spans) - 1, config, not alone) for s, span in enumerate(spans)]
     owned = claims(model, [list(tensors_of(m)) for m in modules])
     missing = {name for name, _ in model.named_parameters()} - {group for claim in owned for group in claim.groups}
     if missing:

@@ -18,6 +18,7 @@ from .. import tree
 from ..errors import StageError
 from ..running.pipeline import Pipeline
 from ..stage import Stage
+from ._layers import as_blocks
 from ._pieces import pieces
 from ._pure import Pure, claims, clone, running
 
@@ -58,7 +59,7 @@ def from_module(
     if not isinstance(model, nn.Module):
         raise StageError(f"from_module takes an nn.Module, not a {type(model).__name__}")
     parts = pieces(empty := clone(model), cuts, side)
-    graphs = [fx.GraphModule(empty, piece.graph) for piece in parts]
+    graphs = [fx.GraphModule(as_blocks(empty), piece.graph) for piece in parts]
     names = [f"{type(model).__name__}[{low}:{high}]" for low, high in pairwise(["", *cuts, ""])]
     states = _state_of(graphs, names, set(running(model, state)))
     owned = claims(model, list(map(_leaves, graphs, states)))

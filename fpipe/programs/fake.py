@@ -25,7 +25,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.fx.traceback import preserve_node_meta
+from torch.fx.traceback import current_meta, preserve_node_meta
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..tree import AbstractTree, Aval
 from .internals import mutates, operator_of
@@ -48,6 +49,13 @@ def mode(symbols: Symbols | None = None) -> FakeTensorMode:
 
 class _Fake(FakeTensorMode):
     """Takes ``cpu:0`` for ``cpu``, as tensors with data do: torch's own mode takes them for two devices."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, torch._ops.HigherOrderOperator):  # their rules are registered for torch's own mode
+            return func.python_key_table[FakeTensorMode](self, *args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         device = kwargs.get("device") if kwargs else None
@@ -72,6 +80,18 @@ def entered(mode: FakeTensorMode) -> Iterator[None]:
     python = isinstance(mode, _Symbolic) and _products_need_python()
     with enable_python_dispatcher() if python else nullcontext(), mode:
         yield
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Run outside of the trace that is going on: without its modes and annotations."""
+    annotations = current_meta.pop("custom", None)
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        if annotations is not None:
+            current_meta["custom"] = annotations
 
 
 @lru_cache(maxsize=1)

@@ -8,7 +8,7 @@ Placeholders are named after their role: ``p0..`` parameters, ``x0..`` inputs, `
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,10 @@ _RNN = torch.ops.aten.mkldnn_rnn_layer.default
 _IDENTITY = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 #: What the first letter of a placeholder's name means, where its memory belongs to the caller and may not change.
 _SHARED = {"p": "a parameter", "k": "a side input"}
+
+
+#: The key of a node's meta that identifies its storage, where another call of the same block shares its fake tensor.
+STORAGE = "fpipe_storage"
 
 
 class Held(NamedTuple):
@@ -81,18 +85,24 @@ def annotation(node: fx.Node, key: str) -> object | None:
     return custom.get(key) if isinstance(custom, dict) else None
 
 
+def storage(node: fx.Node, value: torch.Tensor) -> Hashable:
+    """What identifies the storage of a node's value; calls of one block share the fake tensors of its trace."""
+    return node.meta.get(STORAGE) or storage_id(value)
+
+
 def memory(nodes: Iterable[fx.Node]) -> dict[str, Held]:
     """The storage behind each value, named after the first value on it."""
-    roots: dict[int, str] = {}
+    roots: dict[Hashable, str] = {}
     behind: dict[str, Held] = {}
     for node in nodes:
         value = value_of(node)
         if value is None or value.layout is not torch.strided:
             continue
         waits = node.name.startswith("wait_tensor")  # returns the tensor that it waited for
-        root = roots.setdefault(storage_id(value), behind[str(node.args[0])].root if waits else node.name)
-        given = behind[root].given if root in behind else node.op == "placeholder"
-        behind[node.name] = Held(root, value.untyped_storage().nbytes(), given)
+        root = roots.setdefault(storage(node, value), behind[str(node.args[0])].root if waits else node.name)
+        known = behind.get(root)
+        nbytes = value.untyped_storage().nbytes() if known is None else known.nbytes
+        behind[node.name] = Held(root, nbytes, node.op == "placeholder" if known is None else known.given)
     return behind
 
 

@@ -21,10 +21,11 @@ from .. import tree
 from ..errors import TraceError
 from ..stage import Stage
 from ..tree import Aval
-from . import fake
+from . import blocks, fake
 from .autocast import caching, without_autocast
 from .explain import EAGERLY, explained, other_parameters_error, sparse_gradient_error
 from .graphs import Held, annotation, constants, dense, draws, memory, normalize, value_of
+from .inlining import inline
 from .marks import collecting, followed
 from .operations import Operation, operations_of
 from .program import Program
@@ -52,8 +53,15 @@ def traced(
     shown = shown or str(signature)
     # A trace is cached for all callers, so none of their modes may be in it.
     with explained(stage.label, shown), torch.inference_mode(False), torch.enable_grad():
-        outputs = replace(outputs_of(stage, signature, symbols), unused=unused)
-        graph = _joint_graph(stage, signature, outputs, symbols)
+        try:
+            with blocks.using(stage.label, symbols) as found:
+                outputs = replace(outputs_of(stage, signature, symbols), unused=unused)
+                graph = _joint_graph(stage, signature, outputs, symbols)
+                inline(graph, found.calls)
+        except blocks.InexactError:
+            outputs = replace(outputs_of(stage, signature, symbols), unused=unused)
+            graph = _joint_graph(stage, signature, outputs, symbols)
+        normalize(graph, [*signature.names, *outputs.cotangents])
     record = Recorder(symbols)
     return _programs(stage, f"{stage.label} {shown}", signature, outputs, graph, record), record
 
@@ -96,9 +104,7 @@ def _joint_graph(
         return (*ends, *tree.leaves(result.state), *grads)
 
     with fake.entered(mode):  # tensors that the function creates (arange, zeros, ...) must be fake, too
-        graph = fake.make_graph(joint, [*(groups[g][i] for g, i in slots), *cotangents])
-    normalize(graph, [*signature.names, *outputs.cotangents])
-    return graph
+        return fake.make_graph(joint, [*(groups[g][i] for g, i in slots), *cotangents])
 
 
 def _joint_of(graph: fx.GraphModule, signature: Signature, outputs: Outputs) -> Joint:

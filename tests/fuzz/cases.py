@@ -52,6 +52,11 @@ class Model:
     rows: tuple[int, ...]  # sizes of microbatches
 
     @property
+    def blocks(self) -> str:
+        """What of its stages are blocks."""
+        return ("", "steps", "whole")[self.number % 3]
+
+    @property
     def draws(self) -> bool:
         """Whether a stage draws random numbers."""
         return any(body.random for body in self.bodies)
@@ -195,7 +200,7 @@ LOSSES: dict[str, Callable[..., Any]] = {"mean": _every, "some": _some, "aux": _
 def stages_of(model: Model) -> list[fpipe.Stage]:
     """The stages of a model."""
     return [
-        fpipe.Stage(function(body), aux_loss=body.aux_loss, state=body.state, engine=engine, name=f"s{n}")  # type: ignore[arg-type]
+        fpipe.Stage(function(body, model.blocks), aux_loss=body.aux_loss, state=body.state, engine=engine, name=f"s{n}")  # type: ignore[arg-type]
         for n, (body, engine) in enumerate(zip(model.bodies, model.engines, strict=True))
     ]
 

@@ -11,6 +11,8 @@ import optree
 import torch
 from torch import Tensor
 
+import fpipe
+
 from .operations import BY_NAME, OPERATIONS, WIDTH
 
 
@@ -96,8 +98,12 @@ def pack(kind: str, leaves: Sequence[Any]) -> Any:
 CONTAINERS = ("bare", "tuple", "list", "dict", "named", "deep")
 
 
-def function(body: Body) -> Callable[..., Any]:
-    """The stage function of a body."""
+#: Each operation as a block.
+BLOCKS = {name: fpipe.block(operation.apply) for name, operation in BY_NAME.items()}
+
+
+def function(body: Body, blocks: str = "") -> Callable[..., Any]:
+    """The stage function of a body; ``blocks``: its "steps", or the "whole", are blocks."""
 
     def run(p: Any, x: Any, scale: Tensor | None) -> tuple[Any, Tensor]:
         leaves = optree.tree_leaves(x, namespace="fpipe")
@@ -108,7 +114,8 @@ def function(body: Body) -> Callable[..., Any]:
         for step in body.steps:
             operation = BY_NAME[step.name]
             params = [flat[i].to(work[step.a].dtype) for i in step.params]
-            work.append(operation.apply(work[step.a], work[step.b], params))
+            apply = BLOCKS[step.name] if blocks == "steps" else operation.apply
+            work.append(apply(work[step.a], work[step.b], params))
         outputs = [work[place] for place in body.outputs]
         others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_floating_point()]
         if body.counter:
@@ -122,6 +129,8 @@ def function(body: Body) -> Callable[..., Any]:
             out.append({"n": state["n"] + 1, "m": 0.9 * state["m"] + 0.1 * last.detach().mean(0)})
         return out[0] if len(out) == 1 else tuple(out)
 
+    if blocks == "whole":
+        results = fpipe.block(results)
     # fpipe reads the signature: a side input is an argument that is given by keyword alone
     if body.state and body.side:
         return lambda p, state, x, *, scale: results(p, state, x, scale)

@@ -79,7 +79,7 @@ PRIVATE_TORCH = {
     "interop.fsdp": {"_version"},
     "interop.huggingface": {"_experts_implementation"},
     "plans.weaving.estimates": {"_c10d_functional", "_unsafe_view"},
-    "programs.fake": {"_decomp", "_dispatch", "_subclasses"},
+    "programs.fake": {"_decomp", "_disable_current_modes", "_dispatch", "_ops", "_python_dispatch", "_subclasses"},
     "programs.internals": {
         "_ops", "_op", "_opname", "_schema", "_cdata", "_is_zerotensor", "_raw_saved_", "_version", "_input_metadata",
         "_C", "_functorch", "_are_functorch_transforms_active", "_current_level",

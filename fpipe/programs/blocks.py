@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traces a block once for all its calls with equal arguments, while the stage around it is traced.
+
+In the trace of the stage a call of a block is one operation, and so is its backward. ``inlining`` puts the operations
+of the block's own trace in their place, so the graph is the one without blocks. A call that cannot be one operation
+runs as if it were no block. Knows fake tensors and graphs, no stages, schedules or ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from torch import fx
+from torch.autograd.graph import Node, get_gradient_edge
+
+from .. import tree
+from ..stage import BLOCKS, Block
+from ..tree import Aval, Structure
+from . import fake
+from .autocast import ambient, caching, without_autocast
+from .explain import other_parameters_error
+from .internals import mutates, operator_of, returns_views, storage_id, transforming, versions
+from .marks import collecting, followed
+from .purity import pure_on_fakes, unseeded
+from .symbols import Symbols, is_symbolic, text_of
+
+_LIBRARY = torch.library.Library("fpipe", "FRAGMENT")
+_LIBRARY.define("block(Tensor[] tensors, int call) -> Tensor[]")
+_LIBRARY.define("block_backward(Tensor[] cotangents, int call) -> Tensor[]")
+#: A call of a block in a graph, and its backward. In a block's own graph the second one, with ``HERE`` as its call,
+#: hands the cotangents through: the operations behind it are those of the backward.
+FORWARD, BACKWARD = torch.ops.fpipe.block.default, torch.ops.fpipe.block_backward.default
+HERE = -1
+
+_PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
+_ALIAS = torch.ops.aten.alias.default
+
+Key: TypeAlias = tuple[Hashable, ...]
+
+
+class InexactError(Exception):
+    """The graph with a block's operations in its place is not that without blocks: trace it without."""
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """The operations of a block: forward, and backward for some cotangents.
+
+    ``outputs`` and ``gradients`` are its results; ``uses`` counts the gradients that are added up in each of these.
+    """
+
+    graph: fx.GraphModule
+    outputs: tuple[fx.Node, ...]
+    gradients: tuple[fx.Node | None, ...]
+    uses: tuple[int, ...]
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """Its inputs: the tensors of the call, then the cotangents."""
+        return self.graph.graph.find_nodes(op="placeholder")
+
+
+@dataclass(frozen=True, eq=False)
+class Definition:
+    """A block for arguments of one shape.
+
+    ``leaves`` are those of its result: the index of one of ``avals`` for an output, ``~index`` for an argument, or a
+    value in a tuple.
+    """
+
+    fn: Callable[..., Any]
+    spec: Structure
+    arguments: tuple[Any, ...]  # the index of a tensor, or a value in a tuple
+    tensors: tuple[Aval, ...]
+    computed: tuple[bool, ...]  # tensors that are no leaves of autograd
+    captured: tuple[Any, ...]  # what the function has closed over
+    cached: bool  # whether autocast has a cache
+    result: Structure | None = None
+    leaves: tuple[Any, ...] = ()
+    avals: tuple[Aval, ...] = ()
+    graphs: dict[Key, Graph] = field(default_factory=dict)
+
+    def call(self, tensors: Sequence[Any]) -> Any:
+        """The result of the function for these tensors."""
+        values = [tensors[a] if isinstance(a, int) else a[0] for a in self.arguments]
+        args, kwargs = tree.unflatten(self.spec, values)
+        return self.fn(*args, **kwargs)
+
+    def fakes(self) -> list[torch.Tensor]:
+        """Its tensors without data; call inside a mode."""
+        return [fake.empty(aval) for aval in self.tensors]
+
+    def entering(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors as the function gets them: what was computed is no leaf of autograd."""
+        pairs = zip(tensors, self.computed, strict=True)
+        return [_ALIAS(t) if computed and t.requires_grad else t for t, computed in pairs]
+
+
+#: The definitions of a block by its arguments; None where its calls cannot be one operation.
+Definitions: TypeAlias = WeakKeyDictionary[Block, dict[Key, Definition | None]]
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a block in the trace of a stage. ``traced`` is its graph, once it has a backward."""
+
+    number: int
+    definition: Definition
+    label: str
+    symbols: Symbols | None
+    traced: list[Graph] = field(default_factory=list)
+
+    def forward(self) -> Graph:
+        """The graph of the call; without a backward where it has none."""
+        return self.traced[0] if self.traced else _graph(self, (None,) * len(self.definition.avals))
+
+
+@dataclass(frozen=True, eq=False)
+class Calls:
+    """The calls of blocks in the trace of one stage, by number."""
+
+    label: str
+    symbols: Symbols | None
+    calls: dict[int, Call] = field(default_factory=dict)
+    definitions: Definitions = field(default_factory=WeakKeyDictionary)
+
+
+def _called(found: Calls, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a block while a stage is traced."""
+    if transforming() or not torch.is_grad_enabled() or (ambient() and torch.is_autocast_cache_enabled()):
+        return block.fn(*args, **kwargs)
+    leaves, spec = tree.flatten((args, kwargs))
+    tensors = list({id(leaf): leaf for leaf in leaves if tree.is_tensor(leaf)}.values())
+    definition = _definition(found, block, leaves, spec, tensors)
+    if definition is None or definition.result is None:
+        return block.fn(*args, **kwargs)
+    call = Call(next(_NUMBERS), definition, found.label, found.symbols)
+    found.calls[call.number] = _CALLS[call.number] = call
+    outputs = _Function.apply(call, *tensors) if definition.avals else ()
+    return tree.unflatten(definition.result, [_leaf(leaf, outputs, tensors) for leaf in definition.leaves])
+
+
+def _definition(
+    found: Calls, block: Block, leaves: Sequence[Any], spec: Structure, tensors: Sequence[torch.Tensor]
+) -> Definition | None:
+    """What a block is for some arguments; ``None`` where its call cannot be one operation."""
+    avals = tuple(Aval.like(t, t.requires_grad) for t in tensors)
+    dense = all(a.kind is None and t.layout is torch.strided for t, a in zip(tensors, avals, strict=True))
+    if not dense or not all(tree.is_tensor(leaf) or isinstance(leaf, _PLAIN) for leaf in leaves):
+        return None
+    place = {id(t): i for i, t in enumerate(tensors)}
+    arguments = tuple(place[id(leaf)] if tree.is_tensor(leaf) else (leaf,) for leaf in leaves)
+    computed = tuple(not t.is_leaf for t in tensors)
+    captured, cached = _captured(block.fn), torch.is_autocast_cache_enabled()
+    surroundings = ambient(), torch.get_default_dtype(), cached, tuple(map(id, captured))
+    types = tuple(map(type, leaves))  # 1, 1.0 and True are equal
+    key = (spec, arguments, types, tuple(map(_key, avals)), computed, surroundings)
+    definitions = (found.definitions if found.symbols is not None else _KNOWN).setdefault(block, {})
+    if key not in definitions:
+        new = Definition(block.fn, spec, arguments, avals, computed, captured, cached)
+        definitions[key] = _defined(new, found.label, found.symbols)
+        if len(definitions) > KEPT:
+            del definitions[next(iter(definitions))]
+    return definitions[key]
+
+
+_NUMBERS = count()
+#: How many definitions of one block are kept; the oldest is dropped.
+KEPT = 64
+#: The definitions of each block without symbolic sizes.
+_KNOWN: Definitions = WeakKeyDictionary()
+
+
+@contextmanager
+def using(label: str, symbols: Symbols | None) -> Iterator[Calls]:
+    """Let calls of blocks be one operation each, and collect them."""
+    calls = Calls(label, symbols)
+    token = BLOCKS.set(partial(_called, calls))
+    try:
+        yield calls
+    finally:
+        BLOCKS.reset(token)
+
+
+@contextmanager
+def ignored() -> Iterator[None]:
+    """Let calls of blocks run as if they were none."""
+    token = BLOCKS.set(None)
+    try:
+        yield
+    finally:
+        BLOCKS.reset(token)
+
+
+# ---- the arguments ---------------------------------------------------------------------------------------------------
+def _key(aval: Aval) -> tuple[Hashable, ...]:
+    """An abstract tensor for comparisons: of symbolic sizes their text."""
+    number = lambda n: text_of(n)[0] if is_symbolic(n) else n
+    return (*map(number, aval.shape), "strides", *map(number, aval.stride), aval.dtype, aval.device, aval.grad)
+
+
+def _captured(fn: Callable[..., Any]) -> tuple[Any, ...]:
+    """What a function has closed over: another value makes another function."""
+    return tuple(cell.cell_contents for cell in getattr(fn, "__closure__", None) or ())
+
+
+def _leaf(leaf: Any, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Any:
+    if isinstance(leaf, tuple):
+        return leaf[0]
+    return outputs[leaf] if leaf >= 0 else tensors[~leaf]
+
+
+# ---- the operations in the stage's trace -----------------------------------------------------------------------------
+#: The calls in traces that are going on, by number.
+_CALLS: WeakValueDictionary[int, Call] = WeakValueDictionary()
+
+
+class _Function(torch.autograd.Function):
+    """A call of a block as one operation of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        call, *tensors = args
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        outputs = FORWARD(tensors, call.number)
+        avals = call.definition.avals
+        ctx.mark_non_differentiable(*(t for t, aval in zip(outputs, avals, strict=True) if not aval.grad))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:
+        call = ctx.call
+        if torch.is_grad_enabled() or call.traced:
+            raise InexactError("a block is differentiated twice")
+        call.traced.append(_graph(call, [None if dy is None else Aval.like(dy) for dy in grad_outputs]))
+        found = iter(BACKWARD([dy for dy in grad_outputs if dy is not None], call.number))
+        return None, *(None if node is None else next(found) for node in call.traced[0].gradients)
+
+
+@torch.library.register_fake("fpipe::block", lib=_LIBRARY)
+def _outputs(tensors: list[torch.Tensor], call: int) -> list[torch.Tensor]:
+    return [_empty(aval) for aval in _CALLS[call].definition.avals]
+
+
+@torch.library.register_fake("fpipe::block_backward", lib=_LIBRARY)
+def _gradients(cotangents: list[torch.Tensor], call: int) -> list[torch.Tensor]:
+    if call == HERE:
+        return [_empty(Aval.like(dy)) for dy in cotangents]
+    (graph,) = _CALLS[call].traced
+    return [_empty(Aval.like(node.meta["val"])) for node in graph.gradients if node is not None]
+
+
+def _empty(aval: Aval) -> torch.Tensor:
+    return torch.empty_strided(aval.shape, aval.stride, dtype=aval.dtype, device=aval.device)
+
+
+# ---- the block's own trace -------------------------------------------------------------------------------------------
+def _defined(definition: Definition, label: str, symbols: Symbols | None) -> Definition | None:
+    """The definition with its results; ``None`` where its calls cannot be one operation."""
+    try:
+        with fake.alone(), ignored(), fake.entered(fake.mode(symbols)):
+            given = definition.entering(definition.fakes())
+            before = versions(given)
+            with unseeded(label), pure_on_fakes(label), torch.enable_grad():
+                result = definition.call(given)
+        return _with_results(definition, given, result) if versions(given) == before else None
+    except Exception:  # the call without a block raises it again
+        return None
+
+
+def _with_results(definition: Definition, given: Sequence[torch.Tensor], result: Any) -> Definition | None:
+    values, spec = tree.flatten(result)
+    passed = {id(t): ~i for i, t in enumerate(given)}
+    storages = set(map(storage_id, given))
+    outputs: dict[int, int] = {}
+    leaves: list[Any] = []
+    avals: list[Aval] = []
+    for value in values:
+        if not tree.is_tensor(value):
+            if not isinstance(value, _PLAIN):
+                return None
+            leaves.append((value,))
+        elif id(value) in passed:
+            leaves.append(passed[id(value)])
+        else:
+            if id(value) not in outputs:
+                if not _computed(value) or storage_id(value) in storages:
+                    return None
+                storages.add(storage_id(value))
+                outputs[id(value)] = len(avals)
+                avals.append(Aval.like(value, value.requires_grad))
+            leaves.append(outputs[id(value)])
+    return replace(definition, result=spec, leaves=tuple(leaves), avals=tuple(avals))
+
+
+def _computed(value: torch.Tensor) -> bool:
+    """Whether a result is a tensor that the function computed."""
+    plain = fake.is_fake(value) and value.layout is torch.strided and Aval.like(value).kind is None
+    return plain and not (value.is_leaf and value.requires_grad)
+
+
+def _graph(call: Call, cotangents: Sequence[Aval | None]) -> Graph:
+    """The graph of a call with the backward for some cotangents."""
+    definition = call.definition
+    key = tuple(None if aval is None else _key(aval) for aval in cotangents)
+    if key not in definition.graphs:
+        with fake.alone(), ignored():
+            definition.graphs[key] = _traced(call, cotangents)
+    return definition.graphs[key]
+
+
+def _traced(call: Call, cotangents: Sequence[Aval | None]) -> Graph:
+    definition = call.definition
+    if any(now is not then for now, then in zip(_captured(definition.fn), definition.captured, strict=True)):
+        raise InexactError("the function of a block has closed over another value since its call")
+    number = len(definition.tensors)
+    wanted = [i for i, aval in enumerate(definition.tensors) if aval.grad]
+    mode = fake.mode(call.symbols)
+    with fake.entered(mode):
+        inputs = [*definition.fakes(), *(fake.empty(aval) for aval in cotangents if aval is not None)]
+    missing: list[bool] = []
+    uses: list[int] = []
+
+    def joint(*flat: torch.Tensor) -> tuple[Any, ...]:
+        with collecting() as marks, caching(definition.cached), torch.enable_grad():
+            given = definition.entering(flat[:number])
+            values = tree.leaves(definition.call(given))
+        ends = dict(zip(definition.leaves, values, strict=True))
+        ends = [ends[j] for j in range(len(definition.avals))]
+        grads: Sequence[Any] = ()
+        if len(flat) > number:
+            live = [end for end, aval in zip(ends, cotangents, strict=True) if aval is not None]
+            with torch.enable_grad():
+                uses[:] = _uses(live, given)
+            handed = BACKWARD(list(flat[number:]), HERE)
+            with without_autocast(), followed(live, marks), pure_on_fakes(call.label, other_parameters_error):
+                grads = torch.autograd.grad(live, [flat[i] for i in wanted], handed, allow_unused=True)
+        missing[:] = [grad is None for grad in grads]
+        return (*ends, *(grad for grad in grads if grad is not None))
+
+    with fake.entered(mode):
+        graph = fake.make_graph(joint, inputs)
+    _check(graph)
+    (output,) = graph.graph.find_nodes(op="output")
+    results = iter(output.args[0])
+    outputs = tuple(next(results) for _ in definition.avals)
+    found = {i: None if none else next(results) for i, none in zip(wanted, missing, strict=False)}
+    return Graph(graph, outputs, tuple(map(found.get, range(number))), tuple(uses) or (0,) * number)
+
+
+def _uses(ends: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[int]:
+    """How many gradients autograd adds up for each tensor."""
+    edges: Counter[tuple[Node, int]] = Counter()
+    seen: set[Node] = set()
+    stack = [get_gradient_edge(end).node for end in ends]
+    edges.update(map(_edge, ends))
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            edges.update((upper, port) for upper, port in node.next_functions if upper is not None)
+            stack += [upper for upper, _ in node.next_functions if upper is not None]
+    return [edges[_edge(t)] if t.requires_grad else 0 for t in given]
+
+
+def _edge(tensor: torch.Tensor) -> tuple[Node, int]:
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def _check(graph: fx.GraphModule) -> None:
+    """Refuse what depends on the memory of an argument, whose place is another one in each call."""
+    for node in graph.graph.nodes:
+        op = operator_of(node)
+        if op is torch.ops.aten.as_strided.default:
+            root: Any = node.args[0]
+            while root.op == "call_function" and (op := operator_of(root)) is not None and returns_views(op):
+                root = root.args[0]
+            if root.op == "placeholder":
+                raise InexactError("as_strided of an argument of a block")
+        elif op is not None and mutates(op):
+            raise InexactError("a block that writes into an argument")

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the operations of blocks in the place of their calls in a traced graph.
+
+The result is the graph that a trace without blocks records, node by node. Knows graphs, no stages.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from .blocks import BACKWARD, FORWARD, HERE, Call, Graph, InexactError
+from .graphs import STORAGE, storage, value_of
+from .internals import operator_of, returns_views, storage_id
+
+_ADD = torch.ops.aten.add.Tensor
+
+
+def inline(graph: fx.GraphModule, calls: Mapping[int, Call]) -> None:
+    """Replace the calls of blocks by their operations.
+
+    Raises:
+        InexactError: gradients would be added in another order than without blocks.
+    """
+    if not calls:
+        return
+    bodies: dict[int, _Body] = {}
+    storages: dict[Hashable, Hashable] = {}  # of results of calls -> of the operations in their place
+    for node in list(graph.graph.nodes):
+        if node.target is FORWARD:
+            call = calls[node.args[1]]
+            body = bodies[call.number] = _Body.of(graph, call, node.args[0])
+            _replace(node, _forward(body, node), storages)
+        elif node.target is BACKWARD and node.args[1] != HERE:
+            _replace(node, _backward(bodies[node.args[1]], node, node.args[0]), storages)
+        elif node.op != "output" and storages and (value := value_of(node)) is not None:
+            key = storage(node, value)
+            if key in storages:
+                node.meta[STORAGE] = storages[key]
+
+
+@dataclass(frozen=True, eq=False)
+class _Body:
+    """The operations of one call, while they are put into a graph.
+
+    ``nodes``: of the block's graph -> of the graph around it; ``storages`` likewise. ``constants`` are the storages of
+    captured tensors and their views, ``regions`` the recompute regions of this call.
+    """
+
+    into: fx.GraphModule
+    graph: Graph
+    number: int
+    rest: Iterator[fx.Node]
+    nodes: dict[fx.Node, fx.Node]
+    storages: dict[Hashable, Hashable] = field(default_factory=dict)
+    constants: dict[object, Hashable] = field(default_factory=dict)
+    regions: dict[object, object] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, into: fx.GraphModule, call: Call, arguments: Sequence[fx.Node]) -> _Body:
+        """A call with its arguments; nothing is put into the graph."""
+        graph = call.forward()
+        nodes = dict(zip(graph.inputs, arguments, strict=False))
+        body = cls(into, graph, call.number, iter(graph.graph.graph.nodes), nodes)
+        for inner, outer in nodes.items():
+            _same_storage(body, inner, outer)
+        return body
+
+
+def _forward(body: _Body, call: fx.Node) -> list[fx.Node]:
+    """Put the forward in front of its call; returns its outputs."""
+    with body.into.graph.inserting_before(call):
+        for node in body.rest:
+            if node.target is BACKWARD or node.op == "output":
+                break
+            _put(body, node, call)
+    return [body.nodes[node] for node in body.graph.outputs]
+
+
+def _backward(body: _Body, call: fx.Node, cotangents: Sequence[fx.Node]) -> list[fx.Node]:
+    """Put the backward in front of its call; returns the gradients."""
+    for inner, outer in zip(body.graph.inputs[-len(cotangents) :], cotangents, strict=True):
+        body.nodes[inner] = outer
+        _same_storage(body, inner, outer)
+    with body.into.graph.inserting_before(call):
+        for node in body.rest:
+            source, place = (*node.args, None, None)[:2]
+            if node.target is operator.getitem and isinstance(source, fx.Node) and source.target is BACKWARD:
+                body.nodes[node] = cotangents[cast("int", place)]
+                _same_storage(body, node, body.nodes[node])
+            elif node.op != "output":
+                _put(body, node, call)
+    found = [(i, node) for i, node in enumerate(body.graph.gradients) if node is not None]
+    for place, (i, _) in enumerate(found):
+        if body.graph.uses[i] > 1 and _added_last(call, place):
+            raise InexactError("a value that a block uses several times is used behind it, too")
+    return [body.nodes[node] for _, node in found]
+
+
+def _put(body: _Body, node: fx.Node, call: fx.Node) -> None:
+    if node.op == "placeholder":
+        return
+    if node.op == "get_attr":
+        body.nodes[node] = _constant(body, node)
+        return
+    copy = body.nodes[node] = body.into.graph.create_node(node.op, node.target, name=node.name)
+    outer = lambda used: body.nodes[used]
+    copy.args, copy.kwargs = fx.map_arg(node.args, outer), fx.map_arg(node.kwargs, outer)  # may contain symbols
+    custom = {**call.meta.get("custom", {}), **_annotations(body, node)}
+    copy.meta = {"val": node.meta.get("val"), **({"custom": custom} if custom else {})}
+    value = value_of(node)
+    if value is not None:
+        key = storage(node, value)
+        if (constant := _behind_view(body, node)) is not None:
+            body.constants[node] = body.storages[key] = constant
+        copy.meta[STORAGE] = body.storages.get(key, (body.number, key))
+
+
+def _behind_view(body: _Body, node: fx.Node) -> Hashable:
+    """The storage of the captured tensor of which a node is a view."""
+    op = operator_of(node)
+    return body.constants.get(node.args[0]) if op is not None and returns_views(op) and node.args else None
+
+
+def _constant(body: _Body, node: fx.Node) -> fx.Node:
+    """A captured tensor of the block, as one of the graph."""
+    name = f"block_constant{body.number}_{node.name}"
+    value = getattr(body.graph.graph, str(node.target))
+    setattr(body.into, name, value)
+    copy = body.into.graph.create_node("get_attr", name)
+    copy.meta = dict(node.meta)
+    if isinstance(value, torch.Tensor):
+        body.constants[node] = ("captured", storage_id(value))
+    return copy
+
+
+def _annotations(body: _Body, node: fx.Node) -> dict[str, Any]:
+    """The annotations of a node, with regions of this call alone."""
+    region = lambda key, value: body.regions.setdefault(value, object()) if key == "fpipe_remat" else value
+    return {key: region(key, value) for key, value in node.meta.get("custom", {}).items()}
+
+
+def _same_storage(body: _Body, inner: fx.Node, outer: fx.Node) -> None:
+    one, other = value_of(inner), value_of(outer)
+    if one is not None and other is not None:
+        body.storages[storage(inner, one)] = storage(outer, other)
+
+
+def _replace(call: fx.Node, results: Sequence[fx.Node], storages: dict[Hashable, Hashable]) -> None:
+    """Use the results in place of the items of a call."""
+    for item in list(call.users):
+        result = results[cast("int", item.args[1])]
+        value, new = value_of(item), value_of(result)
+        if value is not None and new is not None:
+            storages[storage(item, value)] = storage(result, new)
+        item.replace_all_uses_with(result)
+        call.graph.erase_node(item)
+    call.graph.erase_node(call)
+
+
+def _added_last(call: fx.Node, place: int) -> bool:
+    """Whether a gradient of a call is added to one that was there before."""
+    items = [item for item in call.users if item.args[1] == place]
+    return any(
+        user.target is _ADD and user.args[1] is item and user.args[0] is not item
+        for item in items
+        for user in item.users
+    )
