@@ -49,6 +49,17 @@ def test_huggingface_loss_falls():
     assert losses[-1] < losses[0]
 
 
+def test_a_killed_run_resumes_with_the_same_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("transformers")
+    from resume import main  # its processes import it
+
+    resumed, alone = main(str(tmp_path), steps=4)
+    assert resumed == alone and len(alone) == 4
+    printed = capsys.readouterr().out
+    assert "continued on one process from step-000000002" in printed
+    assert "largest difference of logits: 0.0" in printed
+
+
 @pytest.mark.parametrize("name", TOLD)
 def test_loss_falls_in_one_process(name: str):
     losses = load(name).main(["--steps", "8"])
