@@ -84,7 +84,7 @@ def _forward(body: _Body, call: fx.Node) -> list[fx.Node]:
 
 def _backward(body: _Body, call: fx.Node, cotangents: Sequence[fx.Node]) -> list[fx.Node]:
     """Put the backward in front of its call; returns the gradients."""
-    for inner, outer in zip(body.graph.inputs[-len(cotangents) :], cotangents, strict=True):
+    for inner, outer in zip(reversed(body.graph.inputs), reversed(cotangents), strict=False):
         body.nodes[inner] = outer
         _same_storage(body, inner, outer)
     with body.into.graph.inserting_before(call):

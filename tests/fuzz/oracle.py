@@ -121,8 +121,13 @@ def _through(case: Case, given: Given, live: list[Any], x: Tensor, m: int, run: 
         y, more = out if stage.aux_loss else (out, None)
         if more is not None:
             extra = more if extra is None else extra + more
-        for leaf in tensors_of(y):
+        leaves = tensors_of(y)
+        for leaf in leaves:
             _note_limits(leaf, run.limits)
+        if "if_finite" in [step.name for step in case.model.bodies[s].steps] and len(set(map(id, leaves))) < len(
+            leaves
+        ):
+            run.limits.add("one tensor twice by its data")
     return y, extra
 
 
