@@ -11,7 +11,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -130,11 +130,49 @@ def _weights(claim: Claim) -> dict[str, Weight]:
     return {n: Weight(key, torch.empty(p.shape, dtype=p.dtype, device="meta")) for (n, p), key in pairs}
 
 
+class Place(NamedTuple):
+    """Where a module keeps a parameter or a buffer: the value is looked up at each use, since it may be replaced."""
+
+    owner: dict[str, torch.Tensor]
+    key: str
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The tensor that is there now."""
+        return self.owner[self.key]
+
+
+def places_of(module: nn.Module) -> dict[str, Place]:
+    """Where a module keeps its parameters and buffers, by all of their names.
+
+    >>> places_of(nn.Sequential(nn.Linear(2, 1)))["0.bias"].value.shape
+    torch.Size([1])
+    """
+    found: dict[str, Place] = {}
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for owner in (child._parameters, child._buffers):
+            for key, value in owner.items():
+                if value is not None:
+                    found[f"{prefix}.{key}" if prefix else key] = Place(owner, key)  # type: ignore[arg-type]
+    return found
+
+
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters and buffers of a module, under all of their names."""
     return {
         **dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False)),
     }  # fmt: skip
+
+
+def signature(*names: str, sides: Sequence[str]) -> inspect.Signature:
+    """The signature of a stage function: positional arguments, and side inputs that may be left out.
+
+    >>> signature("params", "x", sides=["mask"])
+    <Signature (params, x, /, *, mask=None)>
+    """
+    positional = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in names]
+    keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in sides]
+    return inspect.Signature([*positional, *keywords])
 
 
 class Moded(Protocol):
@@ -190,10 +228,7 @@ class Pure:
         self.constants = {name: value for name, value in buffers.items() if name not in given}
         self._moved: dict[torch.device, dict[str, torch.Tensor]] = {}
         self.__qualname__ = name
-        names = ("params", "state", "x") if state else ("params", "x")
-        positional = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in names]
-        keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in sides]
-        self.__signature__ = inspect.Signature([*positional, *keywords])
+        self.__signature__ = signature("params", *(["state"] if state else []), "x", sides=sides)
 
     def stage(self, claim: Claim, *, engine: Engine | None = None, aux_loss: bool = False) -> Stage:
         """This function as a Stage with the frozen and tied parameters of the claim."""

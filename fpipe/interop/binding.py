@@ -7,7 +7,7 @@ module connects both, and must not know schedules or ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -19,7 +19,7 @@ from .. import tree
 from ..errors import StageError
 from ..running.steps import add_each
 from ..stage import Stage, keyword_only
-from ._pure import InMode, running, tensors_of
+from ._pure import InMode, Place, places_of, running, signature, tensors_of
 from .modules import from_module
 
 #: By stage, tensors by name; None for a stage that this process does not have.
@@ -30,8 +30,9 @@ class ModuleCall:
     """A module as a pure function of its parameters and buffers; a tuple is passed as several arguments."""
 
     def __init__(self, module: nn.Module, state: Sequence[str] = (), sides: Sequence[str] = ()):
-        self.module, self.state, self.sides = module, tuple(state), tuple(sides)
+        self.module, self.state = module, tuple(state)
         self.__qualname__ = type(module).__name__
+        self.__signature__ = signature("params", *(["state"] if state else []), "x", sides=sides)
 
     def __call__(self, params: Mapping[str, Tensor], *rest: Any, **side: Any) -> Any:
         state, x = rest if self.state else ({}, *rest)
@@ -64,20 +65,31 @@ class Bound:
     """
 
     def __init__(self, modules: Sequence[nn.Module | None], stages: Sequence[Stage], names: Sequence[Sequence[str]]):
-        self.modules, self.stages, self._names = tuple(modules), list(stages), [tuple(each) for each in names]
+        places = {module: places_of(module) for module in modules if module is not None}
+        self.modules, self.stages = tuple(modules), list(stages)
+        self._leaves: list[dict[str, Place] | None] = [
+            None if module is None else {name: places[module][name] for name in row}
+            for module, row in zip(modules, names, strict=True)
+        ]
+        self._state: list[dict[str, Place] | None] = [
+            None if module is None or not stage.state else {n: places[module][n] for n in stage.initial_state}
+            for module, stage in zip(modules, stages, strict=True)
+        ]
 
     @property
     def params(self) -> ByStage:
         """The parameters and buffers of each stage, as they are now: they share memory with the modules."""
-        return [None if tensors is None else {n: tensors[n].detach() for n in names} for tensors, names in self._rows()]
+        return [None if row is None else {n: place.value.detach() for n, place in row.items()} for row in self._leaves]
+
+    @property
+    def tensors(self) -> ByStage:
+        """The same as ``params``, but the modules' own tensors, which may require gradients."""
+        return [None if row is None else {n: owner[key] for n, (owner, key) in row.items()} for row in self._leaves]
 
     @property
     def state(self) -> ByStage:
         """The buffers that forward changes, as they are now; for ``state=`` of a call."""
-        return [
-            None if tensors is None or not stage.state else {n: tensors[n].detach() for n in stage.initial_state}
-            for stage, (tensors, _) in zip(self.stages, self._rows(), strict=True)
-        ]
+        return [None if row is None else {n: place.value.detach() for n, place in row.items()} for row in self._state]
 
     def add_grads(self, grads: Sequence[Mapping[str, Tensor | None] | None]) -> None:
         """Add gradients, as ``fpipe.value_and_grad`` returns them, to ``.grad`` of the modules' parameters.
@@ -93,12 +105,12 @@ class Bound:
         seen: set[int] = set()
         totals: list[Tensor] = []
         addends: list[Tensor] = []
-        for stage, ((tensors, names), row) in enumerate(zip(self._rows(), grads, strict=True)):
-            if tensors is None or row is None:
-                continue
-            for name in names:
-                parameter, grad = tensors[name], row.get(name)
-                if grad is None or id(parameter) in seen:
+        for stage, (row, found) in enumerate(zip(self._leaves, grads, strict=True)):
+            for name, grad in () if row is None or found is None else found.items():
+                if grad is None:
+                    continue
+                parameter = self._place(row, name, stage).value
+                if id(parameter) in seen:
                     continue
                 seen.add(id(parameter))
                 if grad.shape != parameter.shape:
@@ -106,7 +118,8 @@ class Bound:
                         f"the gradient of {name!r} in stage {stage} has shape {list(grad.shape)}, the parameter "
                         f"{list(parameter.shape)}; with zero= pass pipe.unshard(grads)"
                     )
-                grad = grad.to(parameter.device, parameter.dtype)
+                if grad.dtype != parameter.dtype or grad.device != parameter.device:
+                    grad = grad.to(parameter.device, parameter.dtype)
                 if parameter.grad is None:
                     parameter.grad = grad
                 else:
@@ -115,21 +128,17 @@ class Bound:
         if totals:
             add_each(totals, addends)
 
+    def _place(self, row: Mapping[str, Place] | None, name: str, stage: int) -> Place:
+        if row is None or name not in row:
+            raise StageError(f"stage {stage} has no parameter {name!r}; pass the gradients of this pipeline")
+        return row[name]
+
     def write_state(self, state: Sequence[Mapping[str, Tensor] | None]) -> None:
         """Write the state that a call returned into the buffers of the modules."""
         with torch.no_grad():
-            for (tensors, _), row in zip(self._rows(), state, strict=True):
-                for name, value in (row or {}).items():
-                    if tensors is not None:
-                        tensors[name].copy_(value)
-
-    def _rows(self) -> Iterator[tuple[dict[str, Tensor] | None, tuple[str, ...]]]:
-        """By stage, the tensors of its module as they are now, and the names of its leaves."""
-        known: dict[nn.Module, dict[str, Tensor]] = {}
-        for module, names in zip(self.modules, self._names, strict=True):
-            if module is not None and module not in known:
-                known[module] = tensors_of(module)
-            yield None if module is None else known[module], names
+            for row, found in zip(self._state, state, strict=True):
+                for name, place in () if row is None or found is None else row.items():
+                    place.value.copy_(found[name])
 
 
 def bind(

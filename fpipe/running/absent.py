@@ -34,7 +34,8 @@ def elsewhere(shape: Sequence[int] | None = None, dtype: torch.dtype | None = No
     ``x`` is read by the processes that have the first stage, targets by those that have the last, side inputs by those
     whose stages name them; all others may pass ``fpipe.elsewhere(...)``. With a shape and a dtype it stands for one
     leaf, so an argument of several leaves is a pytree of them, and nothing is sent in a call. Without them it stands
-    for a whole argument, whose shapes are received in the first call, and must then stay as they are.
+    for a whole argument, or for all of its Microbatches; its shapes are received in the first call, and must then stay
+    as they are. Outputs are joined as those of a whole batch.
 
     Args:
         shape: of the tensor, as the processes have it that pass it.

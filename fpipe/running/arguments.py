@@ -100,9 +100,9 @@ class Call:
         return (self.x, *self.targets, *self.sides.values())
 
     @property
-    def absent(self) -> dict[str, bool]:
-        """The arguments that are elsewhere, and whether they stand for a whole batch."""
-        return {part.name: part.uniform for part in self.batch_parts if part.absent}
+    def absent(self) -> list[str]:
+        """The arguments that are elsewhere."""
+        return [part.name for part in self.batch_parts if part.absent]
 
     def offered(self, absent: Iterable[str]) -> dict[str, tuple[AbstractTree, ...]]:
         """Those of the arguments that this process has, microbatch by microbatch, or one for all of a whole batch."""
@@ -114,27 +114,21 @@ class Call:
             for part in self.batch_parts if part.name in wanted and not part.absent
         }  # fmt: skip
 
-    def completed(self, absent: Sequence[Mapping[str, bool]], offers: Sequence[Offers]) -> Call:
+    def completed(self, absent: Sequence[Sequence[str]], offers: Sequence[Offers]) -> Call:
         """With the arguments of other processes, from what every rank lacks and offers; the same errors on all."""
         found: dict[str, tuple[AbstractTree, ...]] = {}
         for offer in reversed(offers):
             found |= offer
-        for rank, lacking in enumerate(absent):
-            for name, uniform in lacking.items():
-                if name not in found:
-                    raise BatchError(f"{name} is elsewhere on every rank; pass it where it is read")
-                if uniform != (len(found[name]) == 1):
-                    raise BatchError(
-                        f"{name} is Microbatches on one rank and a whole batch on another (rank {rank} has none of "
-                        "it); for Microbatches pass fpipe.Microbatches([fpipe.elsewhere()] * number)"
-                    )
+        for name in dict.fromkeys(name for lacking in absent for name in lacking):
+            if name not in found:
+                raise BatchError(f"{name} is elsewhere on every rank; pass it where it is read")
         return replace(self, offers=found)
 
     def _abstract(self, part: Parts, m: int, grad: bool = False) -> AbstractTree:
         """A microbatch of an argument, as another process described it where it is elsewhere."""
         if part.absent and part.name in self.offers:
             trees = self.offers[part.name]
-            found = trees[0 if part.uniform else m]
+            found = trees[m if len(trees) > 1 else 0]
             return found.with_avals(lambda aval: aval._replace(grad=grad and aval.differentiable))
         return AbstractTree.flat(part.specs[m], part.rows[m], grad)
 
@@ -242,7 +236,8 @@ class Call:
             states[stage] = AbstractTree.flat(spec, leaves)
         dx = training and 1 in self.wanted
         kinds: dict[Kind, int] = {}
-        uniform = all(part.uniform for part in self.batch_parts)
+        several = any(len(trees) > 1 for trees in self.offers.values())
+        uniform = not several and all(part.uniform for part in self.batch_parts)
         kind_of = [kinds.setdefault(self._kind(m, dx), len(kinds)) for m in range(1 if uniform else self.number)]
         schedule = config.schedule_for(self.number)
         if not training:

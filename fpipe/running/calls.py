@@ -163,7 +163,7 @@ class Cache:
             del self.plans[next(iter(self.plans))]
         return cached
 
-    def _completed(self, call: Call, absent: Sequence[Mapping[str, bool]]) -> Request:
+    def _completed(self, call: Call, absent: Sequence[Sequence[str]]) -> Request:
         """The request of a call some of whose arguments only other processes have: these describe them."""
         names = [name for lacking in absent for name in lacking]
         offers = together(call.config.group, lambda: call.offered(names), _as_data, _from_data)

@@ -139,6 +139,21 @@ def test_ranks_that_have_their_own_modules():
         check([module], [theirs[stage]])
 
 
+class Masked(nn.Linear):
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
+        return super().forward(x * scale if mask is None else x * mask * scale)
+
+
+def test_arguments_of_forward_as_side_inputs():
+    torch.manual_seed(0)
+    ours = [Masked(4, 4), Masked(4, 4)]
+    bound, mask = bind(ours, side=["mask"]), torch.arange(8.0).reshape(8, 1)
+    pipe = fpipe.pipeline(bound.stages, microbatches=2, group=fpipe.local(2))
+    assert torch.allclose(
+        pipe(bound.params, X, mask=mask, scale=2.0), ours[1](ours[0](X, mask, scale=2.0), mask, scale=2.0).detach()
+    )
+
+
 def test_gradients_that_do_not_fit_are_refused():
     bound = bind(layers(2))
     with pytest.raises(fpipe.StageError, match="1 entries of gradients for 2 stages"):

@@ -115,16 +115,20 @@ def test_a_later_shape_that_no_call_says():
     assert "disagree" in first
 
 
-def test_microbatches_of_several_lengths_elsewhere():
+@pytest.mark.parametrize("whole", [True, False])
+def test_microbatches_of_several_lengths_elsewhere(whole: bool):
     def rank(group: Any) -> Any:
-        pipe = fpipe.pipeline([layer] * 2, group=group, outputs="everywhere")
-        x = [X[:3], X[3:4], X[4:]] if group.here == (0,) else [fpipe.elsewhere()] * 3
-        return pipe(pipe.place(PARAMS[:2]), fpipe.Microbatches(x))
+        pipe = fpipe.pipeline([layer] * 2, group=group, outputs="everywhere", microbatches=3)
+        x: Any = fpipe.Microbatches([X[:3], X[3:4], X[4:]])
+        if group.here != (0,):
+            x = fpipe.elsewhere() if whole else fpipe.Microbatches([fpipe.elsewhere()] * 3)
+        y = pipe(pipe.place(PARAMS[:2]), x)
+        return y if isinstance(y, fpipe.Microbatches) else y.split([3, 1, 4])
 
-    whole = layer(PARAMS[1], layer(PARAMS[0], X))
+    want = layer(PARAMS[1], layer(PARAMS[0], X))
     for y in on_ranks(rank):
         assert [len(part) for part in y] == [3, 1, 4]
-        assert torch.allclose(torch.cat(list(y)), whole)
+        assert torch.allclose(torch.cat(list(y)), want)
 
 
 def test_trees_side_inputs_and_weights():
@@ -197,7 +201,6 @@ def test_what_other_ranks_know_of_a_stage():
         ({"a": X, "b": fpipe.elsewhere((8, 4))}, T, "beside fpipe.elsewhere"),
         ({"a": fpipe.elsewhere(), "b": fpipe.elsewhere((8, 4))}, T, "stands for a whole argument"),
         (fpipe.elsewhere((7, 4)), T, "x has 7 rows, which 2 microbatches do not divide"),
-        (fpipe.Microbatches([fpipe.elsewhere()] * 2), T, "is Microbatches on one rank and a whole batch on another"),
     ],
 )
 def test_mistakes_on_one_rank_end_the_call_on_all(x: Any, t: Any, match: str):
