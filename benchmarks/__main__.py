@@ -31,6 +31,7 @@ BENCHES: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
     "torch": ("bench_torch", ("--rounds", "25"), ("--rounds", "2", "--sizes", "small")),
     "torch4": ("bench_torch", ("--rounds", "15", *FOUR), ("--rounds", "1", *FOUR, "--schedules", "ZBVZeroBubble")),
     "sockets": ("bench_torch", ("--rounds", "15", "--sockets"), ("--rounds", "1", "--sizes", "small", "--sockets")),
+    "pipelining": ("bench_pipelining", ("--rounds", "25"), ("--rounds", "1", "--sizes", "small")),
     "limit": ("bench_limit", ("--rounds", "25"), ("--rounds", "2", "--sizes", "small")),
     "split": ("bench_split", ("--rounds", "60"), ("--rounds", "2")),
     "runner": ("bench_runner", (), ("--rounds", "2")),

@@ -52,7 +52,7 @@ class Elsewhere:
 
     text: str = ""
     sides: tuple[str, ...] = ()
-    modes: bool = False  # whether it has modes
+    moded: str = ""  # its description in one of its modes, if it has modes
 
     def __call__(self, *args: Any, **side: Any) -> Any:
         raise StageError("this stage is on another process and cannot run here; see fpipe.Stage.elsewhere")
@@ -121,7 +121,9 @@ class Stage:
         if isinstance(inner, HasModes):
             moded = inner.in_mode(training)
             fn = Remat(moded) if inner is not fn else moded
-        elif not (isinstance(fn, Elsewhere) and fn.modes):
+        elif isinstance(fn, Elsewhere) and fn.moded:
+            fn = replace(fn, text=fn.moded)
+        else:
             return self
         name = self.label.removesuffix(_MODES[True]).removesuffix(_MODES[False])
         return replace(self, fn=fn, name=name + _MODES[training])  # ranks compare names

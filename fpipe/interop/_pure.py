@@ -11,7 +11,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -103,8 +103,10 @@ def claims(model: nn.Module, used: Sequence[Iterable[str]]) -> list[Claim]:
     return result
 
 
-def running(module: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
+def running(module: nn.Module, patterns: Sequence[str] = (), always: bool = False) -> list[str]:
     """The buffers that a forward changes: the statistics of norms in training, and those that the patterns name.
+
+    ``always``: those of norms in evaluation too.
 
     >>> running(nn.Sequential(nn.BatchNorm1d(2)))
     ['0.running_mean', '0.running_var', '0.num_batches_tracked']
@@ -114,7 +116,7 @@ def running(module: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
     statistics = {
         f"{prefix}.{name}" if prefix else name
         for prefix, child in module.named_modules(remove_duplicate=False)
-        if child.training and getattr(child, "track_running_stats", False)
+        if (child.training or always) and getattr(child, "track_running_stats", False)
         for name, _ in child.named_buffers(recurse=False)
     }
     buffers = [name for name, _ in module.named_buffers(remove_duplicate=False)]
@@ -128,40 +130,6 @@ def _weights(claim: Claim) -> dict[str, Weight]:
     """The parameters of a stage by name, without data, with their first names in the whole model."""
     pairs = zip(claim.params.items(), claim.groups, strict=True)
     return {n: Weight(key, torch.empty(p.shape, dtype=p.dtype, device="meta")) for (n, p), key in pairs}
-
-
-class Place(NamedTuple):
-    """Where a module keeps a parameter or a buffer: the value is looked up at each use, since it may be replaced."""
-
-    owner: dict[str, torch.Tensor]
-    key: str
-
-    @property
-    def value(self) -> torch.Tensor:
-        """The tensor that is there now."""
-        return self.owner[self.key]
-
-
-def places_of(module: nn.Module) -> dict[str, Place]:
-    """Where a module keeps its parameters and buffers, by all of their names.
-
-    >>> places_of(nn.Sequential(nn.Linear(2, 1)))["0.bias"].value.shape
-    torch.Size([1])
-    """
-    found: dict[str, Place] = {}
-    for prefix, child in module.named_modules(remove_duplicate=False):
-        for owner in (child._parameters, child._buffers):
-            for key, value in owner.items():
-                if value is not None:
-                    found[f"{prefix}.{key}" if prefix else key] = Place(owner, key)  # type: ignore[arg-type]
-    return found
-
-
-def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and buffers of a module, under all of their names."""
-    return {
-        **dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False)),
-    }  # fmt: skip
 
 
 def signature(*names: str, sides: Sequence[str]) -> inspect.Signature:

@@ -19,7 +19,9 @@ from .. import tree
 from ..errors import StageError
 from ..running.steps import add_each
 from ..stage import Stage, keyword_only
-from ._pure import InMode, Place, places_of, running, signature, tensors_of
+from ._checkpoints import as_remat, places
+from ._places import Place, places_of, tensors_of
+from ._pure import InMode, running, signature
 from .modules import from_module
 
 #: By stage, tensors by name; None for a stage that this process does not have.
@@ -31,18 +33,19 @@ class ModuleCall:
 
     def __init__(self, module: nn.Module, state: Sequence[str] = (), sides: Sequence[str] = ()):
         self.module, self.state = module, tuple(state)
-        self.__qualname__ = type(module).__name__
+        self.__qualname__, self._checkpoints = type(module).__name__, places(module)
         self.__signature__ = signature("params", *(["state"] if state else []), "x", sides=sides)
 
     def __call__(self, params: Mapping[str, Tensor], *rest: Any, **side: Any) -> Any:
         state, x = rest if self.state else ({}, *rest)
         tensors = {**params, **{name: value.clone() for name, value in state.items()}}  # norms update theirs in place
-        y = self.call(tensors, x if isinstance(x, tuple) else (x,), side)
+        y = self.call(tensors, x if isinstance(x, tuple) else (x,), {k: v for k, v in side.items() if v is not None})
         return (y, {name: tensors[name] for name in self.state}) if self.state else y
 
     def call(self, tensors: dict[str, Tensor], x: tuple[Any, ...], side: Mapping[str, Any]) -> Any:
         """Run the module with these parameters and buffers."""
-        return functional_call(self.module, tensors, x, {k: v for k, v in side.items() if v is not None})
+        with as_remat(self._checkpoints):
+            return functional_call(self.module, tensors, x, dict(side))
 
     def in_mode(self, training: bool) -> InMode:
         """The same function with the module in training or in evaluation."""
@@ -71,6 +74,10 @@ class Bound:
             None if module is None else {name: places[module][name] for name in row}
             for module, row in zip(modules, names, strict=True)
         ]
+        self._frozen = [
+            row[name] for row, stage in zip(self._leaves, stages, strict=True) if row is not None
+            for name in stage.frozen
+        ]  # fmt: skip
         self._state: list[dict[str, Place] | None] = [
             None if module is None or not stage.state else {n: places[module][n] for n in stage.initial_state}
             for module, stage in zip(modules, stages, strict=True)
@@ -91,11 +98,15 @@ class Bound:
         """The buffers that forward changes, as they are now; for ``state=`` of a call."""
         return [None if row is None else {n: place.value.detach() for n, place in row.items()} for row in self._state]
 
+    def unfrozen(self) -> bool:
+        """Whether a parameter requires a gradient that did not when the stages were built, which have none for it."""
+        return any(place.value.requires_grad for place in self._frozen)
+
     def add_grads(self, grads: Sequence[Mapping[str, Tensor | None] | None]) -> None:
         """Add gradients, as ``fpipe.value_and_grad`` returns them, to ``.grad`` of the modules' parameters.
 
         A parameter of several stages gets its gradient once: tied leaves have the sum of all stages each. Frozen
-        parameters have none.
+        parameters have none, and those that were frozen since get none.
 
         Raises:
             StageError: if there is not one entry per stage, or a gradient has the shape of no parameter of that name.
@@ -110,7 +121,7 @@ class Bound:
                 if grad is None:
                     continue
                 parameter = self._place(row, name, stage).value
-                if id(parameter) in seen:
+                if id(parameter) in seen or not parameter.requires_grad:
                     continue
                 seen.add(id(parameter))
                 if grad.shape != parameter.shape:
@@ -137,8 +148,9 @@ class Bound:
         """Write the state that a call returned into the buffers of the modules."""
         with torch.no_grad():
             for row, found in zip(self._state, state, strict=True):
-                for name, place in () if row is None or found is None else row.items():
-                    place.value.copy_(found[name])
+                if row is not None and found is not None:
+                    for name, place in row.items():
+                        place.value.copy_(found[name])
 
 
 def bind(
@@ -174,7 +186,7 @@ def bind(
     if cuts or not modules or not all(module is None or isinstance(module, nn.Module) for module in modules):
         raise StageError("bind takes one module (with cuts=), or a list with a module, or None, for each stage")
     rows = [_stage(module, side, state) for module in modules]
-    return Bound(modules, _tied(modules, [stage for stage, _ in rows]), [names for _, names in rows])
+    return Bound(modules, with_ties(modules, [stage for stage, _ in rows]), [names for _, names in rows])
 
 
 def _stage(module: nn.Module | None, side: Sequence[str], state: Sequence[str]) -> tuple[Stage, list[str]]:
@@ -199,7 +211,7 @@ def stage_of(call: ModuleCall, frozen: Sequence[str]) -> Stage:
     )
 
 
-def _tied(modules: Sequence[nn.Module | None], stages: Sequence[Stage]) -> list[Stage]:
+def with_ties(modules: Sequence[nn.Module | None], stages: Sequence[Stage]) -> list[Stage]:
     """The stages, with those of their parameters that another stage has too named as tied."""
     places: dict[int, list[tuple[int, str]]] = {}
     for stage, module in enumerate(modules):

@@ -23,7 +23,8 @@ from ..saving.hub import fused
 from ..saving.receive import receive, stored
 from ..stage import Stage
 from ._decoder import DecoderPart, decoder_of, is_rotary, router_of, with_stand_ins
-from ._pure import claims, is_experts, tensors_of
+from ._places import tensors_of
+from ._pure import claims, is_experts
 from ._verify import verify
 
 

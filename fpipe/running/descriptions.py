@@ -56,17 +56,14 @@ def described(config: Config) -> tuple[Stage, ...]:
 
 
 def _is_elsewhere(stage: Stage) -> bool:
-    return isinstance(stage.fn, Elsewhere)
+    """Whether a stage is elsewhere and not described yet."""
+    return isinstance(stage.fn, Elsewhere) and not stage.fn.text
 
 
 def _as_data(stage: Stage) -> dict[str, Any]:
-    modes = stage.in_mode(True) is not stage
-    return {
-        "text": named(stage.fn),
-        "sides": stage.sides,
-        "modes": modes,
-        **{name: getattr(stage, name) for name in _PLAIN},
-    }
+    moded = stage.in_mode(True)
+    texts = {"text": named(stage.fn), "moded": "" if moded is stage else named(moded.fn)}
+    return {**texts, "sides": stage.sides, **{name: getattr(stage, name) for name in _PLAIN}}
 
 
 def _described(index: int, stage: Stage, known: Mapping[int, Mapping[str, Any]]) -> Stage:
@@ -76,4 +73,4 @@ def _described(index: int, stage: Stage, known: Mapping[int, Mapping[str, Any]])
         raise StageError(f"stage {index} is elsewhere on every rank; give its function on the rank that has it")
     found = known[index]
     options = {name: found[name] for name in _PLAIN}
-    return replace(stage, fn=Elsewhere(found["text"], tuple(found["sides"]), found["modes"]), **options)
+    return replace(stage, fn=Elsewhere(found["text"], tuple(found["sides"]), found["moded"]), **options)

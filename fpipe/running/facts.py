@@ -48,7 +48,7 @@ def facts(config: Config, request: Request) -> dict[str, str | None]:
         "the stage functions": _parts([named(stage) for stage in stages]),
         "the reduction": _reduction(config),
         "tied parameters": str(config.tied),
-        "frozen parameters": str(config.frozen),
+        "frozen parameters": None if any(isinstance(s.fn, Elsewhere) for s in stages) else str(config.frozen),
         "the dtype of accumulation": str(config.accumulate),
         "the engine of the stages": _parts([str(stage.engine) for stage in stages]),
         "the engine of the loss": str(loss.engine) if isinstance(loss, Stage) else "trace",

@@ -18,6 +18,8 @@ from ..collectives.group import Facts, Group
 from ..errors import MismatchError, PeerError
 
 T = TypeVar("T")
+#: In the errors of ranks that could prepare a step where another one could not.
+UNPREPARED = "could not prepare this step"
 #: The remedy where ranks do not build a pipeline together.
 TOGETHER = "where one rank leaves stages out, every rank builds the pipeline, and leaves one out at least"
 
@@ -82,8 +84,6 @@ def together(
     for rank, (what, value) in enumerate(reports):
         if what == "failed":
             kind = MismatchError if value.startswith(("StageError", "MismatchError", "TraceError")) else PeerError
-            raise kind(
-                f"rank {group.global_rank(rank)} could not prepare this step, so nothing was sent. It said: {value}"
-            )
+            raise kind(f"rank {group.global_rank(rank)} {UNPREPARED}, so nothing was sent. It said: {value}")
     here: Any = result
     return [here if rank in group.here else from_data(decode(value)) for rank, (_, value) in enumerate(reports)]

@@ -198,6 +198,21 @@ def test_a_mode_is_chosen_after_cutting(cut: str, engine: str):
     assert pipe.eval().cache is pipe.eval().cache  # its traces are kept
 
 
+def test_ranks_with_their_own_modules_choose_a_mode():
+    whole = [nn.Sequential(module, nn.Dropout(1.0)) for module in layers(2)]
+
+    def rank(group: Any) -> Any:
+        bound = bind([module if s == group.here[0] else None for s, module in enumerate(whole)])
+        pipe = fpipe.pipeline(bound.stages, microbatches=2, group=group, outputs="everywhere")
+        return pipe(bound.params, X), pipe.eval()(bound.params, X)
+
+    for in_training, in_eval in testing.run(rank, ranks=2, seed=0):
+        assert not in_training[:, :0].any()
+        assert torch.allclose(in_eval, nn.Sequential(*whole).eval()(X).detach())
+        assert not torch.allclose(in_training, in_eval)
+        nn.Sequential(*whole).train()
+
+
 def test_ranks_in_different_modes_are_told():
     def rank(group: Any) -> str:
         bound = bind([module if s == group.here[0] else None for s, module in enumerate(layers(2))])

@@ -21,7 +21,7 @@ from fpipe.generators import catalogue
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: pages that run on several processes -> how many
-SEVERAL = {"parallelism.md": 4}
+SEVERAL = {"parallelism.md": 4, "pipelining.md": 2, "clients.md": 2}
 #: pages that another test runs -> that test
 ELSEWHERE = {"ray.md": "tests/command/test_ray.py"}
 #: topics that need a how-to page
@@ -45,7 +45,7 @@ def test_blocks(page: Path, update_golden: bool, tmp_path: Path, monkeypatch: py
 @pytest.mark.xdist_group("axes")  # whose processes are warm
 @pytest.mark.parametrize("name", SEVERAL)
 def test_blocks_on_several_processes(name: str):
-    page = ROOT / "docs" / name
+    (page,) = (ROOT / "docs").rglob(name)
     ranks = SEVERAL[name]
     assert f"--nproc-per-node {ranks} " in page.read_text(encoding="utf-8"), "the page says on how many it runs"
     assert fpipe.launch(run_strictly, page, ranks=ranks, timeout=100) == [name] * ranks

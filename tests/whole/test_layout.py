@@ -59,7 +59,9 @@ PACKAGES = {
         "checkpoints, whole weights", "how a pipeline runs", "collectives errors plans schedules stage tree"
     ),
     "interop": Entry(
-        "other people's models, trainers, files", "plans", "errors generators running saving schedule stage tree"
+        "other people's models, trainers, files",
+        "plans",
+        "collectives errors generators running saving schedule stage tree",
     ),
     "testing": Entry("fake groups, conformance suite", "schedules, programs", "collectives errors tree"),
     "command": Entry(
@@ -75,9 +77,11 @@ TORCH_FREE = {name for name, entry in PACKAGES.items() if entry.must_not_know ==
 PRIVATE_TORCH = {
     "collectives._store": {"_get_default_store", "_resolve_process_group", "_set_pg_timeout"},
     "collectives.ops": {"_c10d_functional"},
+    "interop._places": {"_buffers", "_parameters"},
     "interop._pure": {"_buffers", "_disable_current_modes", "_modules", "_parameters", "_python_dispatch"},
     "interop.fsdp": {"_version"},
     "interop.huggingface": {"_experts_implementation"},
+    "interop.pipelining.orders": {"_Action", "_ComputationType", "_add_send_recv"},
     "plans.weaving.estimates": {"_c10d_functional", "_unsafe_view"},
     "programs.fake": {"_decomp", "_disable_current_modes", "_dispatch", "_ops", "_python_dispatch", "_subclasses"},
     "programs.internals": {
@@ -164,7 +168,7 @@ def test_no_regression():
     """Figures of the whole package that were reached once; ``python tests/helpers/structure.py`` prints them."""
     assert PACKAGE.levels <= 8
     assert PACKAGE.total("group_getattrs") == 0
-    assert len(PACKAGE.mutated_classes) <= 30
+    assert len(PACKAGE.mutated_classes) <= 32  # two of them have the interface of torch.distributed.pipelining
     assert len(PACKAGE.long_functions) <= 4
     assert PACKAGE.total("ignores") <= 32
 

@@ -1,0 +1,118 @@
+"""fpipe.interop.pipelining against torch.distributed.pipelining: the same script with one import changed.
+
+Both get the same modules, batches and processes; steps alternate, and each clears ``.grad`` first. Prints the median
+step of both for every schedule, and the median of their ratios. ``--json`` writes the rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import statistics
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed import pipelining as theirs
+
+from benchmarks.bench_torch import SCHEDULES, SIZES, Peer, _timed, asking, make
+from benchmarks.command import save
+from benchmarks.stages import square
+from fpipe.interop import pipelining as ours
+from fpipe.interop.pipelining.stage import group_of
+
+
+def run(rank: int, ranks: int, store: str, names: list[str], size: str, microbatches: int, rounds: int, out: Path):
+    """One process: every schedule, both libraries in turn."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    rows = []
+    for name in names:
+        row = _one(name, rank, ranks, size, microbatches, rounds)
+        rows.append(row)
+        if rank == 0:
+            print(_line(row), flush=True)
+    if rank == 0:
+        save(rows, out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _one(name: str, rank: int, ranks: int, size: str, microbatches: int, rounds: int) -> dict[str, Any]:
+    width, tokens, blocks = SIZES[size]
+    count = ranks * SCHEDULES[name][1]
+    params = make(count, width, blocks)
+    x, t = torch.randn(microbatches, tokens, width), torch.randn(microbatches, tokens, width)
+    steps = {}
+    modules = {}
+    for who, library in (("fpipe", ours), ("torch", theirs)):
+        steps[who], modules[who] = _script(library, name, params, count, microbatches, x, t)
+    group = group_of(None, torch.device("cpu"))
+    for step in steps.values():
+        step()
+    for mine, peer in zip(modules["fpipe"], modules["torch"], strict=True):
+        for a, b in zip(mine.parameters(), peer.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-5)
+    times: dict[str, list[float]] = {"fpipe": [], "torch": []}
+    for i in range(rounds + 3):
+        for who, step in steps.items():
+            took = torch.tensor([_timed(step, group)])
+            dist.all_reduce(took, op=dist.ReduceOp.MAX)
+            if i >= 3:
+                times[who].append(took.item())
+    ratio = statistics.median(a / b for a, b in zip(times["fpipe"], times["torch"], strict=True))
+    return {"schedule": name, "size": size, "ranks": ranks, "microbatches": microbatches,
+            "fpipe ms": 1e3 * statistics.median(times["fpipe"]), "torch ms": 1e3 * statistics.median(times["torch"]),
+            "ratio": ratio}  # fmt: skip
+
+
+def _script(
+    library: Any, name: str, params: Any, count: int, microbatches: int, x: torch.Tensor, t: torch.Tensor
+) -> tuple[Callable[[], object], list[torch.nn.Module]]:
+    """What a user writes: stages, a schedule, a step. Only ``library`` differs."""
+    cls_name, per_rank = SCHEDULES[name]
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    v = name in ("ZBVZeroBubble", "DualPipeV")
+    mine = [rank, 2 * ranks - 1 - rank] if v else list(range(rank, count, ranks))
+    modules: list[torch.nn.Module] = [Peer(copy.deepcopy(params[s])) for s in mine]
+    stages = [library.PipelineStage(m, s, count, torch.device("cpu")) for s, m in zip(mine, modules, strict=True)]
+    schedule = getattr(library, cls_name)(stages if per_rank > 1 else stages[0], microbatches, loss_fn=square)
+    args = (x,) if 0 in mine else ()
+    keywords: dict[str, Any] = {"target": t, "losses": []} if count - 1 in mine else {}
+
+    def step() -> object:
+        for module in modules:
+            module.zero_grad()
+        return schedule.step(*args, **keywords)
+
+    return step, modules
+
+
+def _line(r: dict[str, Any]) -> str:
+    return (f"{r['size']:7} {r['ranks']} ranks  {r['schedule']:22} {r['fpipe ms']:9.2f} {r['torch ms']:9.2f}"
+            f" {r['ratio']:7.3f}")  # fmt: skip
+
+
+def main() -> None:
+    """Print the tables."""
+    args = asking(__doc__).parse_args()
+    rows = []
+    print(f"{'':16}  {'schedule':22} {'fpipe ms':>9} {'torch ms':>9} {'ratio':>7}")
+    for size in args.sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder, "rows.json")
+            mp.spawn(run, (args.ranks, os.path.join(folder, "store"), args.schedules, size, args.microbatches,
+                           args.rounds, out), nprocs=args.ranks)  # fmt: skip
+            rows += json.loads(out.read_text(encoding="utf-8"))
+    save(rows, args.json)
+
+
+if __name__ == "__main__":
+    main()

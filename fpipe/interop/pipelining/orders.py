@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedules of fpipe as the actions of ``torch.distributed.pipelining``, and back; their CSV with and without messages.
+
+The only file that uses private names of torch's package. Must not know modules.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import Any, Literal, TypeAlias
+
+from torch.distributed.pipelining.schedules import _Action as Action
+from torch.distributed.pipelining.schedules import _add_send_recv
+from torch.distributed.pipelining.schedules import _ComputationType as ComputationType
+
+from ...errors import ScheduleError
+from ...schedule import Schedule
+
+Format: TypeAlias = Literal["compute_only", "compute_comms"]
+#: By rank, its actions; None where a rank is idle.
+Order: TypeAlias = dict[int, list[Action | None]]
+
+__all__ = ["Action", "ComputationType", "Format", "Order", "dump", "load", "order_of", "schedule_of", "with_messages"]
+
+
+def order_of(schedule: Schedule) -> Order:
+    """The order that a schedule is, in torch's actions.
+
+    >>> order_of(Schedule.parse("[0F0, 0B0]"))
+    {0: [0F0, 0B0]}
+    """
+    return {rank: [Action.from_str(str(action)) for action in row] for rank, row in enumerate(schedule)}
+
+
+def schedule_of(order: Mapping[int, Sequence[Any]], name: str = "") -> Schedule:
+    """The schedule of an order; idle steps and messages in it are left out.
+
+    >>> schedule_of({0: [Action.from_str("0F0"), None, Action.from_str("0B0")]})
+    Schedule(ranks=1, microbatches=1, stages=1)
+    """
+    rows = [[a for a in order[rank] if a is not None and a.is_compute_op] for rank in sorted(order)]
+    return Schedule.parse("\n".join(f"[{', '.join(map(str, row))}]" for row in rows), name=name).check()
+
+
+def with_messages(schedule: Schedule) -> Order:
+    """The order with the sends and receives that torch's own runtime would add."""
+    if schedule.placement.replicated:
+        raise ScheduleError("a schedule with replicas of stages has no form with messages; dump it as compute_only")
+    rows: Any = order_of(schedule)
+    found = _add_send_recv(rows, schedule.placement.rank_of, schedule.stages)
+    return {rank: list(row) for rank, row in found.items()}
+
+
+def dump(schedule: Schedule, path: str | PathLike[str], form: Format) -> None:
+    """Write the CSV of a schedule in one of torch's formats."""
+    _check(form)
+    order = order_of(schedule) if form == "compute_only" else with_messages(schedule)
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(order[rank] for rank in sorted(order))
+
+
+def load(path: str | PathLike[str], form: Format) -> Schedule:
+    """Read a CSV in one of torch's formats; messages are planned anew."""
+    _check(form)
+    return Schedule.from_csv(path).check()
+
+
+def _check(form: str) -> None:
+    if form not in ("compute_only", "compute_comms"):
+        raise NotImplementedError(f"format={form!r} is not implemented; give 'compute_only' or 'compute_comms'")

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schedule classes of ``torch.distributed.pipelining``: their constructors, ``step`` and ``eval``.
+
+A class is a name of fpipe's catalogue and torch's way to pass arguments. What runs is an ``Engine``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ...errors import ScheduleError, UnsupportedError
+from ...generators import make_schedule, schedule_names
+from ...schedule import Schedule
+from . import orders
+from .custom import Context, CustomFunction, overlapped, watched
+from .engine import Engine
+from .orders import Action, ComputationType, Format, Order
+from .splitting import Batch, merged
+from .stage import PipelineStage
+
+
+class _PipelineSchedule:
+    """What all schedules have in common; ``name`` is that of the catalogue, "" where the order comes from elsewhere."""
+
+    name = ""
+
+    def __init__(
+        self, stages: Sequence[PipelineStage], n_microbatches: int, loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None, kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: Any = None, scale_grads: bool = True,
+    ):  # fmt: skip
+        if not stages:
+            raise ValueError("a schedule needs the stages of this process, one at least")
+        self._stages, self._n_microbatches, self._loss_fn = list(stages), n_microbatches, loss_fn
+        self._args_chunk_spec, self._kwargs_chunk_spec = args_chunk_spec, kwargs_chunk_spec
+        self._output_merge_spec, self.scale_grads = output_merge_spec, scale_grads
+        self._num_stages, self._has_backward = stages[0].num_stages, loss_fn is not None
+        self.pp_group_size, self.rank = stages[0].group_size, stages[0].group_rank
+        self._custom: dict[ComputationType, CustomFunction] = {}
+        self._engine: Engine | None = None
+        self._schedule: Schedule | None = None
+        self.pipeline_order: Order = {}
+        if self.name:
+            self._take(make_schedule(self.name, self.pp_group_size, n_microbatches, self._num_stages))
+
+    def _use(self, kind: ComputationType, function: CustomFunction) -> None:
+        """Run the actions of a type through a function."""
+        self._custom[kind], self._engine = function, None
+
+    # ---- the order ----------------------------------------------------------------------------------------------
+    def _take(self, schedule: Schedule) -> None:
+        """Use a schedule, and tell the stages which ranks have them."""
+        if (schedule.ranks, schedule.stages, schedule.microbatches) != (
+            self.pp_group_size, self._num_stages, self._n_microbatches,
+        ):  # fmt: skip
+            raise ScheduleError(
+                f"the schedule is for {schedule.ranks} ranks, {schedule.stages} stages and {schedule.microbatches} "
+                f"microbatches; there are {self.pp_group_size}, {self._num_stages} and {self._n_microbatches}"
+            )
+        self._schedule, self.pipeline_order = schedule, orders.order_of(schedule)
+        self.stage_index_to_group_rank = {s: schedule.placement.rank_of(s) for s in range(schedule.stages)}
+        for stage in self._stages:
+            stage.stage_index_to_group_rank = self.stage_index_to_group_rank
+
+    def _checked(self) -> Schedule:
+        """The schedule, whose stages on this rank are those that were passed."""
+        if self._schedule is None:
+            if not self.pipeline_order:
+                raise ScheduleError("there is no order yet; load one with _load_csv, or set pipeline_order")
+            self._take(orders.schedule_of(self.pipeline_order))
+        schedule = cast(Schedule, self._schedule)
+        placed = schedule.placement
+        here = [s for s in range(self._num_stages) if self.rank in placed.ranks_of(s)]
+        given = sorted(stage.stage_index for stage in self._stages)
+        if here != given:
+            raise ScheduleError(f"rank {self.rank} has stages {here} in this schedule ({placed}), and got {given}")
+        return schedule
+
+    def _validate_and_set_stage_mapping(self, actions: Mapping[int, Sequence[Any]]) -> None:
+        """Take an order as it is in memory, by rank."""
+        self._take(orders.schedule_of(actions))
+
+    # ---- steps --------------------------------------------------------------------------------------------------
+    def step(
+        self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None, arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None, target_mbs: list[Any] | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """One step with a whole batch, or one that is split already (``arg_mbs``, ``kwarg_mbs``, ``target_mbs``).
+
+        Args:
+            args: of the first stage; other ranks need not pass them.
+            target: for the loss, on the rank of the last stage.
+            losses: a list that is filled with the loss of each microbatch, on that rank.
+            return_outputs: whether the outputs are kept and merged.
+            loss_kwargs: keyword arguments of the loss, the same for all microbatches.
+            arg_mbs, kwarg_mbs, target_mbs: in place of ``args``, ``kwargs`` and ``target``.
+            kwargs: of the stages of this rank.
+
+        Returns:
+            the merged outputs on the rank of the last stage, else None.
+
+        Raises:
+            RuntimeError: under ``torch.no_grad``, if there is a backward.
+            FpipeError: of fpipe's own, if ranks disagree or a stage fails.
+        """
+        if self._has_backward and not torch.is_grad_enabled():
+            raise RuntimeError(
+                "step() requires gradients to be enabled for backward computation; it should not be used under "
+                "torch.no_grad() context. Please call eval() instead."
+            )
+        whole, split = (args, kwargs, target), (arg_mbs, kwarg_mbs, target_mbs)
+        return self._run(whole, split, losses, return_outputs, loss_kwargs or {}, self._has_backward)
+
+    def eval(
+        self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None, arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None, target_mbs: list[Any] | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """The forwards of a step alone; the arguments are those of :meth:`step`."""
+        whole, split = (args, kwargs, target), (arg_mbs, kwarg_mbs, target_mbs)
+        return self._run(whole, split, losses, return_outputs, loss_kwargs or {}, False)
+
+    def _run(
+        self, whole: tuple[Any, ...], split: tuple[Any, ...], losses: list[Tensor] | None, keep: bool,
+        loss_kwargs: dict[str, Any], training: bool,
+    ) -> Any:  # fmt: skip
+        schedule = self._checked()
+        if self._engine is None:
+            overlap = overlapped(self._custom, self._context) if self._custom else "weave"
+            self._engine = Engine(self._stages, self._loss_fn, self.scale_grads, overlap)
+        last = any(stage.is_last for stage in self._stages)
+        with self._engine.reporting(schedule):
+            if losses is not None and not isinstance(losses, list):
+                raise TypeError(f"losses must be a list but got a {type(losses)}")
+            batch = Batch.of(whole, split, self._n_microbatches, self._args_chunk_spec, self._kwargs_chunk_spec)
+            wanted = self._loss_fn is not None and (last or batch.target is not None)
+            targets = batch.targets(loss_kwargs) if wanted else None
+        for stage in self._stages:
+            stage.has_backward = training
+        self._batch = batch, losses
+        with watched(self._custom, self._context):
+            ran = self._engine.run(schedule, batch.x, batch.kwargs, targets, training, keep and last)
+        if losses is not None and last and self._loss_fn is not None:
+            losses[:] = ran.losses
+        return merged(ran.outputs, self._output_merge_spec) if last and keep else None
+
+    def _context(self, run: Callable[[Action], Any]) -> Context:
+        """What a custom function gets beside its action."""
+        batch, losses = self._batch
+        return Context(self, *batch.split(), losses, run)
+
+
+class PipelineScheduleSingle(_PipelineSchedule):
+    """A schedule with one stage per rank; the arguments are those of torch's class."""
+
+    def __init__(self, stage: PipelineStage, n_microbatches: int, *args: Any, **kwargs: Any):
+        super().__init__([stage], n_microbatches, *args, **kwargs)
+        self._stage = stage
+
+
+class PipelineScheduleMulti(_PipelineSchedule):
+    """A schedule with several stages per rank; its order comes from ``_load_csv`` or from a subclass."""
+
+    def __init__(
+        self, stages: Sequence[PipelineStage], n_microbatches: int, loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None, kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: Any = None, use_full_backward: bool | None = None, scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+    ):  # fmt: skip
+        super().__init__(
+            stages, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads
+        )
+
+    def _load_csv(self, filename: str | PathLike[str], format: Format = "compute_only") -> None:
+        """Read the order from a CSV file; messages in it are planned anew."""
+        self._take(orders.load(filename, format))
+
+    def _dump_csv(self, filename: str | PathLike[str], format: Format = "compute_only") -> None:
+        """Write the order as a CSV file."""
+        orders.dump(self._checked(), filename, format)
+
+
+class _PipelineScheduleRuntime(PipelineScheduleMulti):
+    """A schedule whose order is loaded or set in memory; functions of the caller may run its actions."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        kwargs.pop("defer_pp_recv", None)  # receives are planned by fpipe
+        super().__init__(*args, **kwargs)
+
+    def register_custom_function(self, computation_type: ComputationType, custom_function: CustomFunction) -> None:
+        """Call ``custom_function(action, ctx)`` for each action of a type; it calls ``ctx.run(action)`` to run it.
+
+        For OVERLAP_F_B it runs both ``action.sub_actions``, in any order.
+
+        Raises:
+            UnsupportedError: for actions that fpipe plans itself, such as UNSHARD.
+        """
+        known = [ComputationType(letter) for letter in ("F", "B", "I", "W", "OVERLAP_F_B")]
+        if computation_type not in known:
+            raise UnsupportedError(f"{computation_type} has no custom function here: fpipe plans it itself")
+        self._use(computation_type, custom_function)
+
+    def _prepare_schedule_with_comms(
+        self, actions: Mapping[int, Sequence[Any]], format: Format = "compute_only"
+    ) -> None:
+        """Take an order as it is in memory."""
+        self._validate_and_set_stage_mapping(actions)
+
+    @property
+    def pipeline_order_with_comms(self) -> Order:
+        """The order with the sends and receives that torch's own runtime would add; fpipe plans others."""
+        return orders.with_messages(self._checked())
+
+    def _dump_csv(self, filename: str | PathLike[str], format: Format = "compute_comms") -> None:
+        """Write the order as a CSV file, by default with messages."""
+        orders.dump(self._checked(), filename, format)
+
+
+class _ScheduleForwardOnly(PipelineScheduleSingle):
+    """Forwards alone."""
+
+    name = "GPipe"
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._has_backward = False
+
+
+class ScheduleGPipe(PipelineScheduleSingle):
+    """All forwards, then all backwards."""
+
+    name = "GPipe"
+
+
+class Schedule1F1B(PipelineScheduleSingle):
+    """One forward, one backward in the steady state."""
+
+    name = "1F1B"
+
+
+class ScheduleLoopedBFS(_PipelineScheduleRuntime):
+    """All forwards of a stage, stage by stage, then all backwards."""
+
+    name = "LoopedBFS"
+
+
+class ScheduleInterleaved1F1B(_PipelineScheduleRuntime):
+    """1F1B with several stages per rank."""
+
+    name = "Interleaved1F1B"
+
+
+class ScheduleInterleavedZeroBubble(_PipelineScheduleRuntime):
+    """Interleaved 1F1B with the backward in two parts."""
+
+    name = "InterleavedZeroBubble"
+
+
+class ScheduleZBVZeroBubble(_PipelineScheduleRuntime):
+    """Two stages per rank in a V, the backward in two parts."""
+
+    name = "ZBVZeroBubble"
+
+
+class ScheduleDualPipeV(_PipelineScheduleRuntime):
+    """Two stages per rank in a V, forwards and backwards overlapped."""
+
+    name = "DualPipeV"
+
+
+_CLASSES: dict[str, type[_PipelineSchedule]] = {
+    "1F1B": Schedule1F1B,
+    "Interleaved1F1B": ScheduleInterleaved1F1B,
+    "GPipe": ScheduleGPipe,
+    "LoopedBFS": ScheduleLoopedBFS,
+    "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
+    "PipelineScheduleSingle": PipelineScheduleSingle,
+    "PipelineScheduleMulti": PipelineScheduleMulti,
+    "ZBVZeroBubble": ScheduleZBVZeroBubble,
+    "DualPipeV": ScheduleDualPipeV,
+}
+
+
+def get_schedule_class(schedule_name: str) -> type[_PipelineSchedule]:
+    """The class of a schedule by its name in torch or in fpipe's catalogue; case does not matter.
+
+    Classes of names that torch does not have take a list of stages, as ``PipelineScheduleMulti`` does.
+
+    Raises:
+        ValueError: if nobody knows the name.
+
+    >>> get_schedule_class("zbvzerobubble").__name__, get_schedule_class("ZBH2").__name__
+    ('ScheduleZBVZeroBubble', 'ScheduleZBH2')
+    """
+    known = {name.lower(): cls for name, cls in _CLASSES.items()}
+    if schedule_name.lower() in known:
+        return known[schedule_name.lower()]
+    catalogue = {name.lower(): name for name in (*schedule_names(), "ZBV")}
+    if schedule_name.lower() not in catalogue:
+        raise ValueError(
+            f"Unknown schedule name '{schedule_name}'. The valid options are {[*_CLASSES, *catalogue.values()]}"
+        )
+    name = catalogue[schedule_name.lower()]
+    return type(f"Schedule{name}", (_PipelineScheduleRuntime,), {"name": name, "__doc__": f"{name} of the catalogue."})
