@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ..errors import MismatchError, StageError
-from ..stage import Elsewhere, Stage
+from ..stage import Elsewhere, Layers, Stage, Weight
 from .config import Config
 from .facts import named
 from .handshake import TOGETHER
@@ -63,7 +65,9 @@ def _is_elsewhere(stage: Stage) -> bool:
 def _as_data(stage: Stage) -> dict[str, Any]:
     moded = stage.in_mode(True)
     texts = {"text": named(stage.fn), "moded": "" if moded is stage else named(moded.fn)}
-    return {**texts, "sides": stage.sides, **{name: getattr(stage, name) for name in _PLAIN}}
+    weights = None if stage.weights is None else {name: weight.key for name, weight in stage.weights.items()}
+    names = {"layers": _numbers(stage.layers), "weights": weights}
+    return {**texts, **names, "sides": stage.sides, **{name: getattr(stage, name) for name in _PLAIN}}
 
 
 def _described(index: int, stage: Stage, known: Mapping[int, Mapping[str, Any]]) -> Stage:
@@ -72,5 +76,15 @@ def _described(index: int, stage: Stage, known: Mapping[int, Mapping[str, Any]])
     if index not in known:
         raise StageError(f"stage {index} is elsewhere on every rank; give its function on the rank that has it")
     found = known[index]
-    options = {name: found[name] for name in _PLAIN}
+    options = {name: found[name] for name in (*_PLAIN, "layers")}
+    if found["weights"] is not None:  # names alone: checkpoints ask for shapes where the stage is
+        nothing = torch.empty(0, device="meta")
+        options["weights"] = {name: Weight(key, nothing) for name, key in found["weights"].items()}
     return replace(stage, fn=Elsewhere(found["text"], tuple(found["sides"]), found["moded"]), **options)
+
+
+def _numbers(layers: Layers) -> Any:
+    """The numbers of blocks as data."""
+    if not isinstance(layers, Mapping):
+        return layers if layers is None else tuple(layers)
+    return {path: value if isinstance(value, str) else tuple(value) for path, value in layers.items()}

@@ -6,6 +6,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -171,3 +173,41 @@ def test_sigterm_writes_a_checkpoint_and_ends_with_the_signal(whole: Any):
     steps = fpipe.Loop(pipe, adam(pipe), path).checkpoints()
     assert steps and steps[-1] == losses(path)[-1][0] < STEPS, "the step of the signal is saved"
     _continued(path, want)
+
+
+TRAIN = """
+import os, signal, sys
+sys.path[:0] = [{helpers!r}, {root!r}]
+import fpipe
+from checkpoint_model import Layout, adam, batch, pipeline
+
+group = fpipe.init(timeout=30)
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+
+def data(step):
+    if first and step == 5 and group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return batch(step)
+
+pipe, params = pipeline(Layout(2, "1F1B", 2), group=group)
+fpipe.Loop(pipe, adam(pipe), {path!r}, every=2).run(params, data, 12)
+"""
+
+
+@pytest.mark.timeout(200)
+def test_torchrun_restarts_a_run(whole: Any, long: bool, tmp_path: Path):
+    """torchrun starts all processes again after one was killed; the log is that of one run."""
+    if not long:
+        pytest.skip("starts four interpreters: --long")
+    file = tmp_path / "train.py"
+    root = Path(fpipe.__file__).resolve().parents[1]
+    file.write_text(TRAIN.format(helpers=str(root / "tests" / "helpers"), root=str(root), path=str(tmp_path / "run")))
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2",
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(file),
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=180, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert losses(tmp_path / "run") == losses(whole[0] / "whole")

@@ -7,11 +7,24 @@ from typing import Any
 
 import optree
 import pytest
+import torch
 
 import fpipe
-from checkpoint_model import Layout, adam, first_half, optimizer, pipeline, second_half, steps, uninterrupted
+from checkpoint_model import (
+    Layout,
+    adam,
+    by_name,
+    cut,
+    first_half,
+    optimizer,
+    pipeline,
+    second_half,
+    steps,
+    uninterrupted,
+)
 from common import same
 from fpipe import CheckpointError, testing
+from fpipe.saving.manifest import Manifest
 
 CUTS = [Layout(8, "ZBV", 4), Layout(2, "1F1B", 2), Layout(1, "GPipe", 1), Layout(4, "Interleaved1F1B", 2)]
 #: Two ranks hold each stage, and their gradients are added: the last bits are those of this layout alone.
@@ -98,6 +111,36 @@ def test_leaves_of_each_copy_need_as_many_copies(tmp_path: Path):
     assert not same(*saved)
     with pytest.raises(CheckpointError, match=r"'params/blocks\.0\.b'.*as many copies|no leaf 'blocks\.0\.b'"):
         on_copies(lambda dp: run(dp, "load"), 4)
+
+
+# ---- stages that only another process has ---------------------------------------------------------------------------
+class Tied(torch.nn.Sequential):
+    """A module whose last weight is the first one's."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 3))
+        self[2].weight = self[0].weight
+
+
+@pytest.mark.parametrize("module", [False, True])
+def test_stages_that_are_elsewhere_keep_their_names(module: bool, tmp_path: Path):
+    def on_rank(group: Any) -> None:
+        if module:
+            stages, params = fpipe.from_module(model, cuts=["1"])
+            tied = []
+        else:
+            stages, params, tied = cut(2)
+        rank = group.here[0]
+        stages = [stage if s == rank else fpipe.Stage.elsewhere() for s, stage in enumerate(stages)]
+        pipe = fpipe.pipeline(stages, loss=torch.sum, microbatches=2, group=group, tied=tied)
+        params = pipe.place([part if s == rank else None for s, part in enumerate(params)])
+        fpipe.save(tmp_path / "c", pipe, params=params)
+        assert same(fpipe.load(tmp_path / "c", pipe, "params"), params)
+
+    model = Tied()
+    testing.run(on_rank, ranks=2, order="buffered", seed=0)
+    names = sorted(Manifest.read(tmp_path / "c").slots["params"])
+    assert names == (["0.bias", "0.weight", "2.bias"] if module else sorted(by_name(*pipeline(CUTS[0]))))
 
 
 # ---- processes ------------------------------------------------------------------------------------------------------
