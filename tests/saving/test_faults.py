@@ -254,6 +254,7 @@ def test_links_and_devices_are_refused(saved: Path, kind: str):
         lambda c: c["leaves"]["params/last.w"].__setitem__(0, "object"),
         lambda c: c["leaves"]["params/last.w"][3][0].__setitem__(4, 1 << 60),
         lambda c: c["leaves"]["params/last.w"].__setitem__(3, []),
+        lambda c: c["leaves"]["params/last.w"][3].append(c["leaves"]["params/last.w"][3][0]),
         lambda c: c["files"].clear(),
         lambda c: c["trees"].__setitem__("params", ["named", "os", "path", []]),
         lambda c: c["trees"].__setitem__("params", ["run", "rm"]),
