@@ -19,9 +19,9 @@ from .. import tree
 from ..errors import StageError
 from ..running.steps import add_each
 from ..stage import Stage, keyword_only
-from ._checkpoints import as_remat, places
 from ._places import Place, places_of, tensors_of
 from ._pure import InMode, running, signature
+from ._replaced import replaced, replacements
 from .modules import from_module
 
 #: By stage, tensors by name; None for a stage that this process does not have.
@@ -33,7 +33,7 @@ class ModuleCall:
 
     def __init__(self, module: nn.Module, state: Sequence[str] = (), sides: Sequence[str] = ()):
         self.module, self.state = module, tuple(state)
-        self.__qualname__, self._checkpoints = type(module).__name__, places(module)
+        self.__qualname__, self.replacements = type(module).__name__, replacements(module)
         self.__signature__ = signature("params", *(["state"] if state else []), "x", sides=sides)
 
     def __call__(self, params: Mapping[str, Tensor], *rest: Any, **side: Any) -> Any:
@@ -44,7 +44,7 @@ class ModuleCall:
 
     def call(self, tensors: dict[str, Tensor], x: tuple[Any, ...], side: Mapping[str, Any]) -> Any:
         """Run the module with these parameters and buffers."""
-        with as_remat(self._checkpoints):
+        with replaced(self.replacements):
             return functional_call(self.module, tensors, x, dict(side))
 
     def in_mode(self, training: bool) -> InMode:

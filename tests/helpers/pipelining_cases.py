@@ -398,6 +398,22 @@ def checkpointed_modules(name: str) -> None:
     trained(Script(name, model(4, Checkpointed)))
 
 
+@case("whole", "part")
+def compiled_modules(which: str) -> None:
+    """Under a schedule that splits the backward: what was compiled is traced, and the programs are compiled."""
+    modules = model(4)
+    script = Script("ZBVZeroBubble", modules)
+    for stage in script.stages:
+        if which == "whole":
+            stage.submod = torch.compile(stage.submod)  # type: ignore[assignment]
+        else:
+            stage.submod.up.compile()  # type: ignore[operator, union-attr]
+    trained(script)
+
+
+LONG |= {"compiled_modules[whole]", "compiled_modules[part]"}  # a compiler takes seconds
+
+
 class Through(torch.autograd.Function):
     """A function without setup_context, which torch.func refuses."""
 

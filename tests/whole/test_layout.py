@@ -79,6 +79,7 @@ PRIVATE_TORCH = {
     "collectives.ops": {"_c10d_functional"},
     "interop._places": {"_buffers", "_parameters"},
     "interop._pure": {"_buffers", "_disable_current_modes", "_modules", "_parameters", "_python_dispatch"},
+    "interop._replaced": {"_compiled_call_impl"},
     "interop.fsdp": {"_version"},
     "interop.huggingface": {"_experts_implementation"},
     "interop.pipelining.orders": {"_Action", "_ComputationType", "_add_send_recv"},

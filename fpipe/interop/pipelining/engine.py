@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,6 +25,7 @@ from ...running.pipeline import Pipeline, pipeline, value_and_grad
 from ...schedule import Schedule
 from ...stage import Stage
 from .._pure import running
+from .._replaced import compiled
 from ..binding import Bound, ModuleCall, stage_of, with_ties
 from .stage import PipelineStage, group_of
 
@@ -33,15 +33,13 @@ from .stage import PipelineStage, group_of
 class Packed(ModuleCall):
     """A module with all keyword arguments of ``step`` as one side input; several outputs are several arguments."""
 
-    def __init__(self, module: nn.Module, state: Sequence[str], inline: bool):
+    def __init__(self, module: nn.Module, state: Sequence[str]):
         super().__init__(module, state, ["kwargs"])
-        self.inline = inline  # run compiled submodules as they were: a trace cannot look into them
 
     def call(self, tensors: dict[str, Tensor], x: tuple[Any, ...], side: Mapping[str, Any]) -> Any:
         """Run the module."""
         x = tuple(x[0]) if len(x) == 1 and isinstance(x[0], list) else x
-        with torch.compiler.set_stance("force_eager" if self.inline else "default"):
-            return super().call(tensors, x, side.get("kwargs") or {})
+        return super().call(tensors, x, side.get("kwargs") or {})
 
 
 @dataclass(frozen=True)
@@ -117,16 +115,15 @@ class Engine:
 
     def _stage(self, module: nn.Module) -> tuple[Stage, list[str]]:
         """A module as a stage, and the names of its leaves."""
-        compiled = any(type(part).__name__ == "OptimizedModule" for part in module.modules())
         buffers = dict(module.named_buffers())
         state = list(buffers) if self._wishes.state else running(module, always=True)
         leaves = [name for name, _ in module.named_parameters()]
         trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         leaves += [name for name in buffers if name not in state]
         eager = self._wishes.eager
-        call = Packed(module, state, inline=compiled and not eager)
+        call = Packed(module, state)
         stage = stage_of(call, [name for name in leaves if name not in trained])
-        backend = "inductor" if compiled and not eager else None
+        backend = "inductor" if compiled(call.replacements) and not eager else None
         return replace(stage, engine="eager" if eager else None, compile=backend), leaves
 
     def _pipe(self, schedule: Schedule) -> tuple[Bound, Pipeline]:
