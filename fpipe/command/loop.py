@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, StageError
 from ..running.pipeline import Pipeline, value_and_grad
 from ..saving.load import load
 from ..saving.manifest import NAME, is_complete
@@ -85,6 +85,11 @@ class Loop:
     log: Callable[[Record], object] | None = None
 
     def __post_init__(self) -> None:
+        if self.pipe.config.loss is None or self.pipe.config.stateful:
+            why = "has no loss" if self.pipe.config.loss is None else "has stages that carry state"
+            raise StageError(
+                f"the pipeline {why}; give one with a loss, or write a loop with fpipe.save and fpipe.load"
+            )
         if self.every < 1 or self.keep < 1 or self.keep_every < 0:
             raise CheckpointError(
                 f"every={self.every}, keep={self.keep}, keep_every={self.keep_every}; a loop writes a checkpoint every "

@@ -21,7 +21,7 @@ from .. import tree
 from ..errors import CheckpointError
 from ._pipe import Pipe, is_first
 from .files import plain, to_bytes
-from .keys import Described, Names, StageNames, StageTree, composed, describe_stage, expand, stage_tree
+from .keys import Described, Names, StageNames, StageTree, composed, describe_stage, expand, stage_tree, state_tree
 from .structure import Node, describe
 
 
@@ -111,10 +111,27 @@ def _special(
     if tree.is_tensor(value):
         return _shared(names.pipe, holding, plain(value, path), path)
     columns = _by_stage(names.pipe, trees, params, value)
-    if columns is None:
-        return NotImplemented
-    _slot(names, trees, columns, path, holding)
-    return ["stages", path]
+    if columns is not None:
+        _slot(names, trees, columns, path, holding)
+        return ["stages", path]
+    states = _states(names, value)
+    if states is not None:
+        _slot(names, states, {s: t.leaves for s, t in states.items()}, path, holding)
+        return ["states", path]
+    return NotImplemented
+
+
+def _states(names: Names, value: Any) -> dict[int, StageTree] | None:
+    """The states that stages carry, from a list with one entry per stage; None if the value is no such list."""
+    pipe = names.pipe
+    if not pipe.config.stateful or not isinstance(value, list) or len(value) != pipe.stages:
+        return None
+    carried = [s for s in pipe.here if names.stages[s].stage.state]
+    if any(value[s] is not None for s in range(pipe.stages) if s not in carried):
+        return None
+    found = {s: state_tree(names, s, value[s]) for s in carried}
+    known = {s: here for s, here in found.items() if here is not None}
+    return known if len(known) == len(found) else None
 
 
 def _shared(pipe: Pipe, holding: Holding, tensor: Tensor, path: str) -> Node:
@@ -185,8 +202,9 @@ def _part(names: Names, here: StageTree, index: int, holding: Holding, value: An
     ranks = pipe.placement.ranks_of(here.stage)
     member = here.stage, here.paths[index]
     repeated = member in names.ties or (len(ranks) > 1 and len(pipe.group.here) < pipe.group.size)
+    repeated = repeated and not here.state  # replicas update states of their own, and the first one counts
     home = pipe.config.rank_here(here.stage)
-    write = here.stage == names.first(*member) and home == ranks[0]
+    write = here.stage == (here.stage if here.state else names.first(*member)) and home == ranks[0]
     if (write or repeated) and _is_ours(pipe, here, index, path, cut, prod(shape)) and (last > first or not cut):
         where = f"stage {here.stage} on rank {home}"
         holding.places.append(Place(key, tensor, shape, first, last, where, write, repeated))
@@ -202,6 +220,8 @@ def _is_ours(pipe: Pipe, here: StageTree, index: int, path: str, cut: bool, size
     """Whether this copy of the pipeline handles a leaf: copies share the work."""
     if pipe.copies is None or here.own[index] or (cut and size):
         return True
+    if here.state:  # copies have seen other data: that of the first one
+        return pipe.copies.part == 0
     return zlib.crc32(path.encode()) % pipe.copies.group.size == pipe.copies.part
 
 

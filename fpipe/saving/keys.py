@@ -132,6 +132,7 @@ class StageTree(NamedTuple):
     keys: list[str]
     own: list[bool]  # each copy of the pipeline has its own
     layout: Layout | None  # of parts
+    state: bool = False  # it is the state that the stage carries, and not its parameters
 
     def span(self, index: int) -> tuple[int, int] | None:
         """Which elements of a leaf this process has; None: all."""
@@ -289,3 +290,17 @@ def stage_tree(
     own = [pipe.copies is not None and tree.matches(f"{stage}.{path}", pipe.copies.own) for path in paths]
     layout = pipe.cache.shares.check(stage, leaves) if pipe.parts is not None and leaves and not whole else None
     return StageTree(stage, spec, leaves, paths, keys, own, layout)
+
+
+def state_tree(names: Names, stage: int, value: Any) -> StageTree | None:
+    """The state that a stage carries, with names: those of a module's buffers, or as those of other leaves.
+
+    None if the value does not have the structure of the stage's initial state.
+    """
+    of = names.stages[stage]
+    leaves, spec = tree.flatten(value)
+    if not of.stage.state or spec != tree.flatten(of.stage.initial_state)[1]:
+        return None
+    paths = tree.names(value)
+    keys = paths if of.stage.weights is not None else [under(of.prefix, path) if path else of.prefix for path in paths]
+    return StageTree(stage, spec, leaves, paths, keys, [False] * len(leaves), None, state=True)

@@ -26,7 +26,7 @@ from ..schedules.progress import progress
 from ._pipe import Pipe, agree, everyone, is_first
 from .collect import own
 from .files import checked, from_bytes, opened
-from .keys import Names, StageTree, describe_stage, expand, stage_tree, structure_of
+from .keys import Names, StageTree, describe_stage, expand, stage_tree, state_tree, structure_of
 from .manifest import Leaf, Manifest, damaged
 from .structure import Node, build
 
@@ -188,13 +188,19 @@ class Reader:
     def _special(self, node: Node, path: str) -> Any:
         if node[0] == "leaf":
             return self._tensor(node[1], None)
-        if node[0] != "stages":
+        if node[0] not in ("stages", "states"):
             return NotImplemented
         out: list[Any] = [None] * self.names.pipe.stages
-        for stage, here in self.templates.items():
+        for stage, here in (self.templates if node[0] == "stages" else self._states()).items():
             column = (self._part(node[1], here, index) for index in range(len(here.keys)))
             out[stage] = tree.unflatten(here.spec, column)
         return out
+
+    def _states(self) -> dict[int, StageTree]:
+        """What the stages here carry, as it is in the beginning."""
+        stages = self.names.pipe.config.functions
+        found = {s: state_tree(self.names, s, stages[s].initial_state) for s in self.names.pipe.here}
+        return {stage: here for stage, here in found.items() if here is not None}
 
     def _part(self, slot: str, here: StageTree, index: int) -> Any:
         """What a list by stage has for one parameter."""
@@ -202,6 +208,8 @@ class Reader:
         if slot == "params" and key in self.kept:
             return self.kept[key]
         node = self.manifest.slots[slot].get(key)
+        if node is None and here.state:
+            raise CheckpointError(f"{self.folder}: {slot!r} has no {key!r}, a state of stage {here.stage}")
         if node is None:
             return None
         device = self.names.pipe.group.device(self.names.pipe.config.rank_here(here.stage))

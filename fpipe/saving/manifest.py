@@ -26,6 +26,8 @@ from .files import NAMES, Entry, exactly, grouped, hashed, opened, size_of, writ
 from .structure import Node
 
 NAME = "manifest.json"
+#: The number of this layout of manifests and files.
+FORMAT = 1
 #: Bytes of a manifest at most.
 MOST = 1 << 30
 _START, _BETWEEN, _END = b'{"sha256": "', b'",\n"manifest": ', b"}\n"
@@ -89,6 +91,7 @@ class Manifest:
     slots: Mapping[str, Mapping[str, Node]] = field(default_factory=dict)  # by path in a tree, and parameter
     files: Mapping[str, File] = field(default_factory=dict)
     fpipe: str = __version__
+    format: int = FORMAT
 
     @property
     def bytes(self) -> int:
@@ -139,6 +142,8 @@ class Manifest:
         if raw != _START + digest.encode() + _BETWEEN + text + _END:
             raise ValueError("its hash is another one")
         rows = json.loads(text)
+        if rows.get("format") != FORMAT:
+            raise ValueError(f"its format is {rows.get('format')!r}, and fpipe {__version__} reads {FORMAT}")
         rows["files"] = {name: File(*row) for name, row in rows["files"].items()}
         rows["leaves"] = {
             key: Leaf(dtype, tuple(shape), host, tuple(Piece(*piece) for piece in pieces))

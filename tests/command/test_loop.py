@@ -111,6 +111,11 @@ def test_numbers_are_checked(options: dict[str, int]):
         fpipe.Loop(pipeline(LAYOUTS[1])[0], fpipe.sgd(0.1), **options)  # type: ignore[arg-type]
 
 
+def test_a_pipeline_without_a_loss_is_refused():
+    with pytest.raises(fpipe.StageError, match="the pipeline has no loss"):
+        fpipe.Loop(fpipe.pipeline([dropped], microbatches=1, group=fpipe.local(1)), fpipe.sgd(0.1))
+
+
 # ---- processes that end ---------------------------------------------------------------------------------------------
 STEPS = 12
 

@@ -143,6 +143,29 @@ def test_stages_that_are_elsewhere_keep_their_names(module: bool, tmp_path: Path
     assert names == (["0.bias", "0.weight", "2.bias"] if module else sorted(by_name(*pipeline(CUTS[0]))))
 
 
+# ---- states that stages carry ---------------------------------------------------------------------------------------
+def test_running_statistics_follow_the_cut(tmp_path: Path):
+    """On ranks that have one stage each, into another cut of the module."""
+    layer = lambda: [torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)]
+    net = torch.nn.Sequential(*layer(), *layer()).train()
+
+    def pipe_of(cuts: list[str], group: Any) -> Any:
+        stages, params = fpipe.from_module(net, cuts)
+        return fpipe.pipeline(stages, "GPipe", loss=lambda y: y.sum(), microbatches=2, group=group), params
+
+    def on_rank(group: Any) -> Any:
+        pipe, params = pipe_of(["2"], group)
+        params = pipe.place(params)
+        (_, state), _ = fpipe.value_and_grad(pipe)(params, torch.arange(24.0).view(8, 3))
+        fpipe.save(tmp_path / "c", pipe, params=params, statistics=state)
+        return state
+
+    states = testing.run(on_rank, ranks=2, order="buffered", seed=0)
+    pipe, _ = pipe_of([], fpipe.local(1))
+    (loaded,) = fpipe.load(tmp_path / "c", pipe, "statistics")
+    assert same(loaded, {**states[0][0], **states[1][1]}) and loaded["3.num_batches_tracked"] == 2
+
+
 # ---- processes ------------------------------------------------------------------------------------------------------
 def _on_process(folder: Path) -> bool:
     """On one of four processes: save as two copies of two ranks, load as four ranks, and the reverse."""

@@ -193,6 +193,22 @@ def test_an_incomplete_folder_is_written_again(saved: Path):
     assert len(list(saved.iterdir())) == 2
 
 
+def test_a_process_that_cannot_write_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As on a full disk; the folder is then written anew."""
+
+    def full(*args: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fpipe.saving.save.write", full)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            fpipe.save(tmp_path / "c", two(), params=weights())
+    with pytest.raises(CheckpointError, match="no manifest"):
+        fpipe.load(tmp_path / "c", two(), "params")
+    fpipe.save(tmp_path / "c", two(), params=weights())
+    assert same(fpipe.load(tmp_path / "c", two(), "params"), weights())
+
+
 # ---- malicious files ------------------------------------------------------------------------------------------------
 class Payload(NamedTuple):
     """What a pickle would run."""
@@ -261,6 +277,7 @@ def test_links_and_devices_are_refused(saved: Path, kind: str):
         lambda c: c["trees"].__setitem__("params", 5),
         lambda c: c["stages"].__setitem__("last", ["leaf", "state.count"]),
         lambda c: c.__setitem__("leaves", []),
+        lambda c: c.__setitem__("format", 2),
     ],
 )
 def test_manifests_that_contradict_themselves_are_refused(saved: Path, change: Callable[[Any], object]):
