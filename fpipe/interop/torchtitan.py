@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines from a torchtitan configuration.
+"""Pipelines from a torchtitan configuration, and torchtitan's own trainer on a pipeline.
 
 A configuration is any object with torchtitan's ``parallelism`` and ``training`` sections. This module reads their
 attributes and does not import torchtitan.
@@ -7,6 +7,7 @@ attributes and does not import torchtitan.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..errors import BatchError, StageError
+from ..errors import BatchError, StageError, UnsupportedError
 from ..generators import schedule_from
 from ..running.pipeline import Pipeline
 from ..running.pipeline import pipeline as _pipeline
@@ -98,6 +99,68 @@ def pipeline(
     loss = cross_entropy if loss is None else loss
     pipe = _pipeline(functions, chosen.schedule, loss=loss, microbatches=chosen.microbatches, **keywords)
     return pipe, params
+
+
+def pipelining_fn(
+    model: nn.Module, parallel_dims: Any, job_config: Any, device: torch.device, model_args: Any,
+    parallelize_fn: Callable[..., nn.Module], loss_fn: Callable[..., torch.Tensor],
+) -> tuple[Any, list[nn.Module], bool, bool]:  # fmt: skip
+    """torchtitan's ``TrainSpec.pipelining_fn``: its own trainer, unchanged, trains on fpipe.
+
+    The schedule, by a name of fpipe's catalogue or from a file, and the submodules of each stage come from the
+    configuration as for :func:`settings`. ``parallelize_fn`` is applied to each part, for activation checkpointing and
+    torch.compile. The parts are modules on "meta" until the trainer initializes them.
+
+    Returns:
+        ``(schedule, model_parts, has_first_stage, has_last_stage)``.
+
+    Raises:
+        UnsupportedError: with data parallel axes, which torchtitan applies inside the parts.
+        StageError: if the configuration does not fit the model.
+
+    ```python
+    spec = torchtitan.protocols.train_spec.get_train_spec("llama3")
+    register_train_spec("llama3_fpipe", replace(spec, pipelining_fn=fpipe.interop.torchtitan.pipelining_fn))
+    ```
+    """
+    from .pipelining import PipelineStage  # torch's package takes a second to import
+    from .pipelining.schedules import of_schedule
+
+    for axis in ("dp_replicate", "dp_shard", "cp"):
+        if getattr(parallel_dims, axis, 1) > 1:
+            raise UnsupportedError(f"{axis} is not supported beside a pipeline of fpipe here; set its degree to 1")
+    chosen = settings(model, job_config)
+    mesh = parallel_dims.get_mesh("pp") if hasattr(parallel_dims, "get_mesh") else parallel_dims.world_mesh["pp"]
+    here = chosen.schedule.placement.stages_of(mesh.get_local_rank())
+    parts = [parallelize_fn(_pruned(model, chosen.parts[s]), parallel_dims, job_config) for s in here]
+    count, group = chosen.schedule.stages, mesh.get_group()
+    stages = [PipelineStage(part, s, count, device, group=group) for s, part in zip(here, parts, strict=True)]
+    schedule = of_schedule(chosen.schedule, stages, _Rescaled(loss_fn, chosen.microbatches))
+    return schedule, parts, 0 in here, count - 1 in here
+
+
+class _Rescaled:
+    """A loss divided by the number of microbatches, whose sum the trainer prints."""
+
+    def __init__(self, loss: Callable[..., torch.Tensor], microbatches: int):
+        self.__wrapped__, self.microbatches = loss, microbatches
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.__wrapped__(*args, **kwargs) / self.microbatches
+
+
+def _pruned(model: nn.Module, names: Sequence[str]) -> nn.Module:
+    """A copy of a model with these submodules alone; lists keep their layers by name, others become None."""
+    part = copy.deepcopy(model)
+    for name, child in part.named_children():
+        kept = [each.removeprefix(f"{name}.") for each in names if each.startswith(f"{name}.")]
+        if isinstance(child, nn.ModuleDict):
+            setattr(part, name, nn.ModuleDict({key: child[key] for key in child if key in kept}))
+        elif isinstance(child, nn.ModuleList):
+            setattr(part, name, nn.ModuleList(layer for i, layer in enumerate(child) if str(i) in kept))
+        elif name not in names:
+            setattr(part, name, None)
+    return part
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fpipe
 from fpipe.interop import torchtitan
-from torchtitan_models import torchtitan_llama
+from torchtitan_models import debug_batch, debug_config, torchtitan_llama, trained_by_parts, whole_llama
 
 
 class Small(nn.Module):
@@ -233,3 +233,32 @@ def test_debug_llama_trains_under_dualpipev(package: Any):
         abs(float(torchtitan.cross_entropy(model(tokens), labels).detach()) - float(pipe(params, tokens, labels)))
         < 1e-5
     )
+
+
+# ---- torchtitan's own trainer ---------------------------------------------------------------------------------------
+def test_parts_on_meta_train_as_the_whole_model(long: bool):
+    """``pipelining_fn`` and then what the trainer does: ``to_empty``, ``init_weights``, steps on two processes."""
+    found, names = torchtitan_llama(), ["ZBVZeroBubble", "ZBH2", "1F1B", "Interleaved1F1B"][: 4 if long else 2]
+    ranks = fpipe.launch(trained_by_parts, names, ranks=2, timeout=100)
+    _, model_args = debug_config(found, "1F1B")
+    model = whole_llama(found, model_args)
+    optimizer, want, grads = torch.optim.SGD(model.parameters(), lr=0.1), [], {}
+    for step in range(3):
+        optimizer.zero_grad()
+        tokens, labels = debug_batch(step)
+        loss = torchtitan.cross_entropy(model(tokens), labels)
+        loss.backward()
+        want.append(float(loss.detach()))
+        if not step:
+            grads = {name: p.grad.clone() for name, p in model.named_parameters()}  # type: ignore[union-attr]
+        optimizer.step()
+    for (one, first), (two, second) in zip(*ranks, strict=True):
+        torch.testing.assert_close(dict(sorted((first | second).items())), dict(sorted(grads.items())))
+        assert (one or two) == pytest.approx(want, rel=1e-5)
+        assert not (one and two)
+
+
+def test_axes_that_torchtitan_applies_inside_the_parts_are_refused():
+    dims = SimpleNamespace(dp_shard=2)
+    with pytest.raises(fpipe.UnsupportedError, match="dp_shard is not supported"):
+        torchtitan.pipelining_fn(Small(), dims, config(), torch.device("cpu"), None, lambda m, *_: m, nn.MSELoss())

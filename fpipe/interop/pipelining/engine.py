@@ -44,9 +44,10 @@ class Packed(ModuleCall):
 
 @dataclass(frozen=True)
 class PackedLoss:
-    """A loss of an output and a target, which come with its keyword arguments."""
+    """A loss of an output and a target, which come with its keyword arguments; ``plain`` are its numbers and flags."""
 
     fn: Callable[..., Tensor]
+    plain: tuple[Any, ...] = ()
 
     @property
     def __wrapped__(self) -> Callable[..., Tensor]:
@@ -129,18 +130,19 @@ class Engine:
     def _pipe(self, schedule: Schedule) -> tuple[Bound, Pipeline]:
         """The modules and the pipeline of a schedule over them; the first call of a process is one of all."""
         bound, pipes = self._bound()
-        if schedule not in pipes:
-            loss = None if self.loss is None else PackedLoss(self.loss)
+        key = schedule, _plain(self.loss)
+        if key not in pipes:
+            loss = None if self.loss is None else PackedLoss(self.loss, key[1])
             copies = {_copies(stage.submod) for stage in self.stages.values()} - {None}
             device = self.group.device(self.group.rank)
-            pipe = pipes[schedule] = pipeline(
+            pipe = pipes[key] = pipeline(
                 bound.stages, schedule, microbatches=schedule.microbatches, group=self.group, outputs="last",
                 loss=Stage(loss, engine="eager") if loss is not None and self._wishes.eager_loss else loss,
                 reduction="mean" if self.mean else "sum", overlap=self.overlap,
                 dp=next((group_of(pg, device, "dp") for pg in copies), None), dp_reduction="mean" if copies else None,
             )  # fmt: skip
             self._functions = pipe.config.functions
-        return bound, pipes[schedule]
+        return bound, pipes[key]
 
     # ---- one step -----------------------------------------------------------------------------------------------
     @contextmanager
@@ -194,6 +196,15 @@ class Engine:
         if pipe.config.stateful:
             bound.write_state(value[-1])
         return Ran([losses[mb] for mb in sorted(losses)], [outputs[mb] for mb in sorted(outputs)])
+
+
+def _plain(loss: object) -> tuple[Any, ...]:
+    """The numbers and flags of a loss that is an object, and of those that it wraps: a trace depends on them."""
+    found: list[Any] = []
+    while hasattr(loss, "__dict__"):
+        found += [(name, value) for name, value in vars(loss).items() if isinstance(value, (bool, int, float, str))]
+        loss = vars(loss).get("__wrapped__")
+    return tuple(found)
 
 
 def _away(value: Any) -> Any:

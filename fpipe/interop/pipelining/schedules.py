@@ -274,6 +274,15 @@ class ScheduleDualPipeV(_PipelineScheduleRuntime):
     name = "DualPipeV"
 
 
+def of_schedule(
+    schedule: Schedule, stages: Sequence[PipelineStage], loss_fn: Callable[..., Tensor] | None, **options: Any
+) -> _PipelineScheduleRuntime:
+    """The class that runs any schedule of fpipe; gradients are those of the sum of the losses of all microbatches."""
+    made = _PipelineScheduleRuntime(stages, schedule.microbatches, loss_fn, scale_grads=False, **options)
+    made._take(schedule)
+    return made
+
+
 _CLASSES: dict[str, type[_PipelineSchedule]] = {
     "1F1B": Schedule1F1B,
     "Interleaved1F1B": ScheduleInterleaved1F1B,
