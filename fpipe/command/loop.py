@@ -23,8 +23,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from ..errors import CheckpointError, StageError
+from ..errors import CheckpointError, StageError, UnsupportedError
 from ..running.pipeline import Pipeline, value_and_grad
+from ..saving._pipe import tensor_parallel
 from ..saving.load import load
 from ..saving.manifest import NAME, is_complete
 from ..saving.save import Saving, save
@@ -90,6 +91,8 @@ class Loop:
             raise StageError(
                 f"the pipeline {why}; give one with a loss, or write a loop with fpipe.save and fpipe.load"
             )
+        if tensor_parallel(self.pipe)[1] > 1:
+            raise UnsupportedError("Loop does not work with tp=; write a loop with fpipe.save and fpipe.load")
         if self.every < 1 or self.keep < 1 or self.keep_every < 0:
             raise CheckpointError(
                 f"every={self.every}, keep={self.keep}, keep_every={self.keep_every}; a loop writes a checkpoint every "

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from ..collectives.group import Group
+from ..collectives.setup import MeshGroup
 from ..errors import CheckpointError
 from ..plans.sharding import Copies
 
@@ -48,6 +51,18 @@ def everyone(pipe: Pipe, text: str) -> list[str]:
 def is_first(pipe: Pipe) -> bool:
     """Whether this process is the first of the first copy of a pipeline."""
     return 0 in pipe.group.here and (pipe.copies is None or pipe.copies.part == 0)
+
+
+def tensor_parallel(pipe: Pipe) -> tuple[int, int]:
+    """Which of how many processes of a stage this one is (``tp=``): each has other tensors of the same names."""
+    group = pipe.group
+    return (group.tp.here[0], group.tp.size) if isinstance(group, MeshGroup) else (0, 1)
+
+
+def folder_of(path: str | os.PathLike[str], pipe: Pipe) -> Path:
+    """Where this process finds or writes a checkpoint: with ``tp=``, a folder in that of the checkpoint."""
+    rank, size = tensor_parallel(pipe)
+    return Path(path) if size == 1 else Path(path) / f"tp-{rank}-of-{size}"
 
 
 def agree(pipe: Pipe, act: Callable[[], Any]) -> Any:

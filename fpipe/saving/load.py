@@ -23,7 +23,7 @@ from torch import Tensor
 from .. import tree
 from ..errors import CheckpointError
 from ..schedules.progress import progress
-from ._pipe import Pipe, agree, everyone, is_first
+from ._pipe import Pipe, agree, everyone, folder_of, is_first
 from .collect import own
 from .files import checked, from_bytes, opened
 from .keys import Names, StageTree, describe_stage, expand, stage_tree, state_tree, structure_of
@@ -57,10 +57,11 @@ def load(
 
     See ``fpipe.save`` for an example.
     """
-    manifest = agree(pipe, lambda: Manifest.read(Path(path)))
+    folder = folder_of(path, pipe)
+    manifest = agree(pipe, lambda: Manifest.read(folder))
     if len(set(everyone(pipe, manifest.digest))) > 1:
         raise CheckpointError(f"processes read different checkpoints at {path}; all must see one file system")
-    reader = agree(pipe, lambda: _reader(Path(path), manifest, Names(pipe), like, strict, names))
+    reader = agree(pipe, lambda: _reader(folder, manifest, Names(pipe), like, strict, names))
     _check_extra(reader, everyone(pipe, reader.facts()))
     with progress(f"loading {path}") as track:
         values = agree(pipe, lambda: [reader.value(name) for name in track(names)])

@@ -24,7 +24,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..schedules.progress import progress
-from ._pipe import Pipe, agree, everyone, is_first
+from ._pipe import Pipe, agree, everyone, folder_of, is_first
 from .collect import Holding, Place, collect, merged
 from .files import Entry, from_bytes, grouped, to_bytes, write
 from .keys import Names
@@ -95,7 +95,7 @@ def save(
     >>> params[1], step
     ({'w': tensor([1., 1.])}, 3)
     """
-    saving = _start(Path(path), pipe, params, more, wait)
+    saving = _start(folder_of(path, pipe), pipe, params, more, wait)
     if wait:
         saving.wait()
     return saving

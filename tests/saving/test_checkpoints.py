@@ -195,3 +195,20 @@ def test_four_processes(tmp_path: Path):
     params, state = fpipe.load(tmp_path / "a", pipe, "params", "state")
     want, _, _ = steps(pipe, adam(pipe), params, state, range(2, 4))
     assert same(fpipe.load(tmp_path / "b", pipe, "params"), want)
+
+
+def _tensor_parallel(folder: Path) -> bool:
+    """On one of two processes that share a stage, each with its half of the weights."""
+    group = fpipe.init(pp=1, tp=2, timeout=60)
+    stages = [fpipe.Stage(lambda p, x: x, name="only")]
+    pipe = fpipe.pipeline(stages, loss=torch.sum, microbatches=1, group=group)
+    params = [{"half": torch.full((2,), float(group.tp.rank))}]
+    fpipe.save(folder / "c", pipe, params=params)
+    with pytest.raises(fpipe.UnsupportedError, match="tp="):
+        fpipe.Loop(pipe, fpipe.sgd(0.1))
+    return same(fpipe.load(folder / "c", pipe, "params"), params)
+
+
+def test_ranks_of_a_stage_keep_their_own_tensors(tmp_path: Path):
+    assert all(fpipe.launch(_tensor_parallel, tmp_path, ranks=2, timeout=60))
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["tp-0-of-2", "tp-1-of-2"]
