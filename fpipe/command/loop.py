@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
@@ -37,6 +37,17 @@ _FOLDER = re.compile(r"step-(\d{9,})")
 Record: TypeAlias = dict[str, Any]
 #: The arguments of a step, ``(x, *targets)``, or these and side inputs by name.
 Batch: TypeAlias = Sequence[Any] | tuple[Sequence[Any], dict[str, Any]]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Data with a position that is saved: numbers, text, tensors, and dicts, lists and tuples of them."""
+
+    def state_dict(self) -> Any:
+        """The position, after the batches that were taken."""
+
+    def load_state_dict(self, state: Any) -> object:
+        """Go to a position."""
 
 
 class Trained(NamedTuple):
@@ -124,11 +135,18 @@ class Loop:
             rows = self.pipe.copies.group.gather_objects(rows[0])
         return None if rows[0] < 0 else rows[0]
 
-    def _save(self, now: Trained) -> Saving | None:
+    def _save(self, now: Trained, batch: object) -> Saving | None:
         if self.path is None:
             return None
-        more = {"state": now.state, "step": now.step, "seed": self.pipe.config.seed}
+        position = batch.state_dict() if isinstance(batch, Stateful) else None
+        more = {"state": now.state, "step": now.step, "seed": self.pipe.config.seed, "data": self._by_copy(position)}
         return save(self.folder(now.step), self.pipe, params=now.params, wait=False, **more)
+
+    def _by_copy(self, position: Any) -> dict[str, Any]:
+        """The positions in the data of all copies of the pipeline."""
+        copies = self.pipe.copies
+        every = [position] if copies is None else copies.group.gather_objects(position)
+        return {str(copy): each for copy, each in enumerate(every)}
 
     def _finish(self, saving: Saving | None) -> None:
         """Wait for a checkpoint, and remove older ones."""
@@ -148,6 +166,8 @@ class Loop:
         Args:
             params: what the first run begins with, placed: ``pipe.place(params)``, or ``pipe.shard`` with ``zero=``.
             batch: the arguments of a step by its number, from 0: ``(x, *targets)``, or this and a dict of side inputs.
+                If it has ``state_dict`` and ``load_state_dict``, its position is saved too, for each copy of the
+                pipeline.
             steps: in all.
 
         Returns:
@@ -157,7 +177,7 @@ class Loop:
             CheckpointError: if the last checkpoint is of another model, or damaged.
         """
         with _signalled() as signalled:
-            now, saving = self._start(params), None
+            now, saving = self._start(params, batch), None
             log = self._logger(now.step)
             step_of = value_and_grad(self.pipe)
             while now.step < steps:
@@ -168,7 +188,7 @@ class Loop:
                 stop = self._stops(bool(signalled))
                 if now.step % self.every == 0 or now.step == steps or stop:
                     self._finish(saving)
-                    saving = self._save(now)
+                    saving = self._save(now, batch)
                 if stop:
                     break
             self._finish(saving)
@@ -176,18 +196,26 @@ class Loop:
             signal.raise_signal(signalled[0])
         return now
 
-    def _start(self, params: Sequence[Any]) -> Trained:
+    def _start(self, params: Sequence[Any], batch: object) -> Trained:
         """The last complete checkpoint, or the beginning."""
         step = self._latest()
         if step is None:
             return Trained(list(params), self.tx.init(params), 0)
-        names = "params", "state", "step", "seed"
-        params, state, step, seed = load(self.folder(step), self.pipe, *names, like=list(params))
+        names = "params", "state", "step", "seed", "data"
+        params, state, step, seed, data = load(self.folder(step), self.pipe, *names, like=list(params))
         if seed != self.pipe.config.seed:
             raise CheckpointError(
                 f"the run in {self.path} has seed={seed}, and the pipeline seed={self.pipe.config.seed}; build the "
                 "pipeline with the same seed, or begin a run in another folder"
             )
+        if isinstance(batch, Stateful):
+            copy, copies = (0, 1) if self.pipe.copies is None else (self.pipe.copies.part, self.pipe.copies.group.size)
+            if len(data) != copies or data[str(copy)] is None:
+                raise CheckpointError(
+                    f"the run in {self.path} has positions in the data of {len(data)} copies of the pipeline, and "
+                    f"there are {copies}; continue with as many, or with data that depend on the step alone"
+                )
+            batch.load_state_dict(data[str(copy)])
         return Trained(params, state, step)
 
     def _step(self, step_of: Callable[..., Any], now: Trained, batch: Callable[[int], Batch]) -> tuple[Any, Trained]:

@@ -105,6 +105,39 @@ def test_copies_resume_together(tmp_path: Path, zero: int):
     assert same(on_copies(5, tmp_path), want)
 
 
+class Reader:
+    """Data with a position of its own."""
+
+    def __init__(self, copy: int):
+        self.copy, self.at = copy, 100 * copy
+
+    def __call__(self, step: int) -> Any:
+        self.at += 1 + step % 2
+        return tuple(part.chunk(2)[0] for part in batch(self.at))
+
+    def state_dict(self) -> Any:
+        return {"at": self.at, "history": [self.at, (self.copy, "text")]}
+
+    def load_state_dict(self, state: Any) -> None:
+        assert state["history"] == [state["at"], (self.copy, "text")]
+        self.at = state["at"]
+
+
+def test_positions_in_the_data_of_each_copy(tmp_path: Path):
+    def on_copy(dp: Any, steps: int, path: Path | None) -> Any:
+        pipe, params = pipeline(LAYOUTS[0], dp)
+        return fpipe.Loop(pipe, adam(pipe), path).run(params, Reader(dp.here[0]), steps).params
+
+    def on_copies(*args: Any, ranks: int = 2) -> Any:
+        return testing.run(lambda dp: on_copy(dp, *args), ranks=ranks, order="buffered", seed=0)
+
+    want = on_copies(5, None)
+    on_copies(3, tmp_path)
+    assert same(on_copies(5, tmp_path), want)
+    with pytest.raises(CheckpointError, match="positions in the data of 2 copies of the pipeline, and there are 4"):
+        on_copies(6, tmp_path, ranks=4)
+
+
 @pytest.mark.parametrize("options", [{"every": 0}, {"keep": 0}, {"keep_every": -1}])
 def test_numbers_are_checked(options: dict[str, int]):
     with pytest.raises(CheckpointError, match="writes a checkpoint every step at most"):
