@@ -198,7 +198,7 @@ class Builder:
         """Run a program on what it reads."""
         mb = action.microbatch
         reads = self.have(action, own, program, stage)
-        if program.operations or program.outputs or own.eager:
+        if program.traced or program.outputs or own.eager:
             writes = self.writes(program, stage, mb)
             self.here.update(writes)
             self.out.append(Step(program.name, action, reads, writes, program, own, stage=stage))  # type: ignore[arg-type]

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from ..programs.graphs import Held
 from ..programs.operations import Operation, users
 from ..programs.program import Program
 from ..programs.stage_programs import Programs
@@ -180,45 +179,99 @@ def _outputs(own: Programs, program: Program) -> tuple[_Output, ...]:
 _EXCESS: WeakKeyDictionary[Program, dict[tuple[int, ...], int]] = WeakKeyDictionary()
 
 
-def _items(one: Operation, readers: Sequence[Operation]) -> tuple[list[str], int]:
-    """The results of an operation that returns several, and the bytes of those that nothing uses."""
+class _Moment(NamedTuple):
+    """What one operation of a program changes: storages that begin, and those that end after it.
+
+    ``several`` are operations with results that nothing uses, which begin here; ``used`` those whose results end.
+    ``dropped`` are inputs that end, by storage.
+    """
+
+    begins: tuple[str, ...]
+    several: tuple[tuple[Operation, tuple[int, ...]], ...]
+    ends: tuple[str, ...]
+    used: tuple[tuple[Operation, tuple[int, ...]], ...]
+    dropped: tuple[tuple[str, ...], ...]
+
+
+#: The moments of a program by its operations at the sizes of the trace, and by the inputs that it may free.
+_MOMENTS: WeakKeyDictionary[Programs, dict[Hashable, tuple[_Moment, ...]]] = WeakKeyDictionary()
+
+
+def _items(one: Operation, readers: Sequence[Operation]) -> tuple[list[str], tuple[int, ...]]:
+    """The results of an operation that returns several, and the places of those that nothing uses."""
     if not isinstance(one.value, tuple) or isinstance(one.value, Aval):
-        return [], 0
+        return [], ()
     asked = {reader.args[1]: reader.name for reader in readers if reader.target is operator.getitem}
-    idle = [each for i, each in enumerate(one.value) if isinstance(each, Aval) and i not in asked]
-    return list(asked.values()), sum(each.nbytes for each in idle)
+    idle = tuple(i for i, each in enumerate(one.value) if isinstance(each, Aval) and i not in asked)
+    return list(asked.values()), idle
 
 
-def _excess(own: Programs, program: Program, dropped: dict[str, int]) -> int:
-    """The most bytes that a program holds beyond those held before it; it may free the inputs ``dropped``, by size."""
-    if own.eager:
-        return own.during.get(program.name[:1], 0)
+def _moments(own: Programs, program: Program, dropped: Sequence[str]) -> tuple[_Moment, ...]:
+    """What each operation changes; first of all, what ends before them. Sizes do not matter."""
     last: dict[str, int] = {}
     root = {name: held.root for name, held in own.memory.items()}
-    made = {one.name for one in program.operations}
-    readers = users(program.operations)
-    for index, one in enumerate(program.operations):
+    computed = {one.name for one in program.traced}
+    readers = users(program.traced)
+    for index, one in enumerate(program.traced):
         for used in (one.name, *one.inputs):
             last[root.get(used, used)] = index
     kept = {root.get(name, name) for name in program.outputs}
-    freed: Counter[int] = Counter()
-    for base in {root.get(name, name) for name in dropped} - kept:
-        size = max(nbytes for name, nbytes in dropped.items() if root.get(name, name) == base)
-        freed[last.get(base, -1)] += size
-    now, peak, seen = -freed[-1], 0, set()
-    for index, one in enumerate(program.operations):
+    freed: dict[int, list[tuple[str, ...]]] = {}
+    for base in dict.fromkeys(root.get(name, name) for name in dropped):
+        if base not in kept:
+            freed.setdefault(last.get(base, -1), []).append(tuple(n for n in dropped if root.get(n, n) == base))
+    begins, several = _begins(own, program, computed, readers)
+    ends: dict[int, list[str]] = {}
+    for base in (base for bases in begins for base in bases if base not in kept):
+        ends.setdefault(last[base], []).append(base)
+    last_uses: dict[int, list[tuple[Operation, tuple[int, ...]]]] = {}
+    for each in filter(None, several):
+        last_uses.setdefault(last[each[0].name], []).append(each)
+    first = _Moment((), (), (), (), tuple(freed.get(-1, ())))
+    return (first, *(
+        _Moment(bases, () if idle is None else (idle,), tuple(ends.get(n, ())), tuple(last_uses.get(n, ())),
+                tuple(freed.get(n, ())))
+        for n, (bases, idle) in enumerate(zip(begins, several, strict=True))
+    ))  # fmt: skip
+
+
+def _begins(
+    own: Programs, program: Program, computed: Set[str], readers: Mapping[str, Sequence[Operation]]
+) -> tuple[list[tuple[str, ...]], list[tuple[Operation, tuple[int, ...]] | None]]:
+    """By operation: the storages that it begins, and itself with its results that nothing uses, if it has such."""
+    begins: list[tuple[str, ...]] = []
+    several: list[tuple[Operation, tuple[int, ...]] | None] = []
+    seen: set[str] = set()
+    for one in program.traced:
         items, idle = _items(one, readers.get(one.name, ()))
-        for name in (one.name, *items):
-            held: Held | None = own.memory.get(name)
-            if held is not None and held.root in made and held.root not in seen:
-                seen.add(held.root)
-                now += held.nbytes
-        if idle:
-            now += idle
-            freed[last[one.name]] += idle
+        held = (own.memory.get(name) for name in (one.name, *items))
+        roots = dict.fromkeys(h.root for h in held if h is not None and h.root in computed and h.root not in seen)
+        seen.update(roots)
+        begins.append(tuple(roots))
+        several.append((one, idle) if idle else None)
+    return begins, several
+
+
+def _excess(own: Programs, program: Program, dropped: Mapping[str, int]) -> int:
+    """The most bytes that a program holds beyond those held before it; it may free the inputs ``dropped``, by size."""
+    if own.eager:
+        return own.during.get(program.name[:1], 0)
+    traced = own if own.origin is None else own.origin[0]
+    known = _MOMENTS.setdefault(traced, {})
+    key = (program.traced, program.outputs, tuple(dropped))
+    if key not in known:
+        known[key] = _moments(own, program, tuple(dropped))
+    nbytes = lambda names: sum([own.memory[name].nbytes for name in names])
+
+    def unused(several: Sequence[tuple[Operation, tuple[int, ...]]]) -> int:
+        values = ((program.resized(one) if program.resized else one, idle) for one, idle in several)
+        found = (one.value[i] for one, idle in values if isinstance(one.value, tuple) for i in idle)
+        return sum(each.nbytes for each in found if isinstance(each, Aval))
+
+    now = peak = 0
+    for moment in known[key]:
+        now += nbytes(moment.begins) + (unused(moment.several) if moment.several else 0)
         peak = max(peak, now)
-        now -= freed[index]
-        for base in [b for b in seen if last[b] == index and b not in kept]:
-            seen.discard(base)
-            now -= own.memory[base].nbytes
+        now -= nbytes(moment.ends) + (unused(moment.used) if moment.used else 0)
+        now -= sum([max(dropped[name] for name in names) for names in moment.dropped])
     return peak

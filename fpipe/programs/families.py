@@ -30,11 +30,12 @@ SEEN = 4
 
 
 class _Axis(NamedTuple):
-    """An axis of an input with a symbol for its size."""
+    """An axis of an input with a symbol for its size, or for its stride where the memory has gaps."""
 
     argument: int
     leaf: int
     axis: int
+    stride: bool = False
 
 
 #: Axes whose size is one symbol.
@@ -52,7 +53,7 @@ class Family:
 
     def numbers(self, signature: Signature) -> Numbers | None:
         """The numbers of the trace for a signature, if it holds for it."""
-        sizes = [{signature[a.argument].avals[a.leaf].shape[a.axis] for a in axes} for axes in self.axes]
+        sizes = [{_size(signature, place) for place in axes} for axes in self.axes]
         if any(len(found) != 1 for found in sizes):
             return None
         numbers = self.formulas.at([found.pop() for found in sizes])
@@ -134,24 +135,30 @@ def _traced(stage: Stage, signature: Signature, unused: frozenset[int], axes: Se
 
 # ---- which sizes are symbols -----------------------------------------------------------------------------------------
 def _size(signature: Signature, place: _Axis) -> int:
-    return signature[place.argument].avals[place.leaf].shape[place.axis]
+    aval = signature[place.argument].avals[place.leaf]
+    return (aval.stride if place.stride else aval.shape)[place.axis]
 
 
-def _places(signature: Signature) -> list[_Axis]:
-    """The axes of the input, the side inputs and the state."""
-    return [
-        _Axis(argument, leaf, axis) for argument in (1, 2, 3) for leaf, aval in signature[argument].avals.items()
-        for axis in range(len(aval.shape))
-    ]  # fmt: skip
+def _places(signature: Signature, strides: bool = False) -> list[_Axis]:
+    """The axes of the input, the side inputs and the state; with ``strides`` also those of tensors with gaps."""
+    leaves = [(argument, leaf, aval) for argument in (1, 2, 3) for leaf, aval in signature[argument].avals.items()]
+    places = [_Axis(argument, leaf, axis) for argument, leaf, aval in leaves for axis in range(len(aval.shape))]
+    gaps = [leaf for leaf in leaves if strides and _has_gaps(leaf[2])]
+    return places + [_Axis(argument, leaf, n, True) for argument, leaf, aval in gaps for n in range(len(aval.shape))]
+
+
+def _has_gaps(aval: Aval) -> bool:
+    return tuple(aval.stride) != arriving(aval.shape, aval.stride)
 
 
 def _varied(signature: Signature, seen: Sequence[Signature]) -> list[Axes]:
     """The axes whose size is not what it was; those that were always of one size together."""
     found: dict[tuple[int, ...], list[_Axis]] = {}
-    for place in _places(signature) if seen else ():
-        sizes = tuple(_size(each, place) for each in (*seen, signature))
+    for place in _places(signature, strides=True) if seen else ():
+        alike = [each for each in seen if not place.stride or _has_gaps(each[place.argument].avals[place.leaf])]
+        sizes = tuple(_size(each, place) for each in (*alike, signature))
         if len(set(sizes)) > 1:
-            found.setdefault(sizes, []).append(place)
+            found.setdefault((place.stride, *sizes), []).append(place)
     return list(map(tuple, found.values()))
 
 
@@ -199,15 +206,16 @@ def _with_symbols(signature: Signature, axes: Sequence[Axes], symbols: Symbols) 
 
 def _sized(aval: Aval, argument: int, leaf: int, numbers: Mapping[_Axis, int]) -> Aval:
     shape = tuple(numbers.get(_Axis(argument, leaf, axis), size) for axis, size in enumerate(aval.shape))
+    if _has_gaps(aval):
+        strides = (numbers.get(_Axis(argument, leaf, n, True), step) for n, step in enumerate(aval.stride))
+        return aval._replace(shape=shape, stride=tuple(strides))
     if all(new is old for new, old in zip(shape, aval.shape, strict=True)):
         return aval
     return aval._replace(shape=shape, stride=_strides(aval, shape))
 
 
 def _strides(aval: Aval, shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a tensor, as products of sizes where its memory has no gaps."""
-    if tuple(aval.stride) != arriving(aval.shape, aval.stride):
-        return aval.stride
+    """The strides of a tensor without gaps, as products of sizes."""
     strides, step = list(aval.stride), 1
     order = sorted(range(len(shape)), key=lambda axis: (aval.stride[axis], aval.shape[axis] > 1, -axis))
     for axis in order:

@@ -18,6 +18,7 @@ from ..errors import TraceError
 from ..tree import arriving
 from .explain import write_error
 from .internals import Targeted, mutates, operator_of, resolved, returns_views, storage_id, updates_statistics
+from .sizes import Numbers, Size
 from .symbols import known
 
 _T, _SUM, _VIEW = torch.ops.aten.t.default, torch.ops.aten.sum.dim_IntList, torch.ops.aten.view.default
@@ -38,6 +39,11 @@ class Held(NamedTuple):
     root: str
     nbytes: int
     given: bool = False  # the storage of an input
+
+    def at(self, numbers: Numbers) -> Held:
+        """The same for other sizes."""
+        root, nbytes, given = self
+        return Held(root, numbers[nbytes.place], given) if isinstance(nbytes, Size) else self
 
 
 def value_of(node: object) -> torch.Tensor | None:

@@ -12,6 +12,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain, count
 from types import FunctionType
 from typing import Any, TypeAlias
@@ -46,9 +47,10 @@ _BINDINGS = {f"aten.{overload}": overload.partition(".")[0] for overload in _SAM
 class Program:
     """A callable straight-line program; calling it empties the box.
 
-    ``inputs`` and ``outputs`` are value names, in the order of the box and of the returned tuple; ``code`` is the
-    source that runs. ``random``: whether it draws random numbers. ``adds`` names, for a value, the inputs into which it
-    is added as soon as it is computed. ``stage`` describes the stage for messages.
+    ``traced`` are its operations at the sizes of the trace, ``operations`` those at its sizes: ``resized`` maps one to
+    the other. ``inputs`` and ``outputs`` are value names, in the order of the box and of the returned tuple; ``code``
+    is the source that runs. ``random``: whether it draws random numbers. ``adds`` names, for a value, the inputs into
+    which it is added as soon as it is computed. ``stage`` describes the stage for messages.
 
     Of a segment of a program, ``label`` is its name, ``numbers`` the numbers of its program's collectives, and
     ``stream``, where several segments draw, whether it continues another's random stream and whether another continues
@@ -66,21 +68,25 @@ class Program:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     random: bool = False
-    operations: tuple[Operation, ...] = ()
+    traced: tuple[Operation, ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict)
     adds: Adds = field(default_factory=dict)
     stage: str = ""
     label: str = ""
     stream: tuple[bool, bool] | None = None
     numbers: Mapping[str, int] = field(default_factory=dict)
+    resized: Callable[[Operation], Operation] | None = None
+
+    @cached_property
+    def operations(self) -> tuple[Operation, ...]:
+        """Its operations, with the sizes of this program."""
+        return self.traced if self.resized is None else tuple(map(self.resized, self.traced))
 
     def __call__(self, box: list[Any]) -> tuple[Any, ...]:
         return self.run(box)
 
     def __repr__(self) -> str:
-        return (
-            f"<Program {self.name}: {len(self.operations)} operations, {len(self.inputs)} in, {len(self.outputs)} out>"
-        )
+        return f"<Program {self.name}: {len(self.traced)} operations, {len(self.inputs)} in, {len(self.outputs)} out>"
 
     @classmethod
     def of(
@@ -101,13 +107,12 @@ class Program:
         changed = {name: numbers[v.place] for name, v in given.items() if isinstance(v, (Size, Real))}
         run = FunctionType(self.run.__code__, {**given, **changed}, self.name)
         head = "".join(f"# {name} = {value!r}\n" for name, value in changed.items())
-        body = tuple(map(operations, self.operations)) if changed else self.operations
-        return replace(self, code=head + self.code, run=run, operations=body, stage=stage)
+        return replace(self, code=head + self.code, run=run, stage=stage, resized=operations if changed else None)
 
     def adding(self, adds: Adds, outputs: Sequence[str]) -> Program:
         """The program that adds values into further inputs and returns ``outputs``."""
         inputs = (*self.inputs, *(into for targets in adds.values() for into in targets))
-        if not self.operations:  # it takes the further inputs as it is
+        if not self.traced:  # it takes the further inputs as it is
             return replace(self, inputs=inputs, outputs=tuple(outputs))
         return Program.of(self.name, self.operations, inputs, outputs, self.constants, adds, self.stage)
 

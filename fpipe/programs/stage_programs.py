@@ -86,7 +86,7 @@ class Programs:
         )  # fmt: skip
         return replace(
             self, f=f, b=b, i=i, w=w, outputs=outputs, grad_avals=sizes.at(dict(self.grad_avals), numbers),
-            memory=sizes.at(dict(self.memory), numbers),
+            memory={name: held.at(numbers) for name, held in self.memory.items()},
             origin=(self, lambda program: program.at(numbers, operation, label)),
         )  # fmt: skip
 
@@ -117,7 +117,7 @@ class Programs:
         program = self.b if letter == "B" else self.w
         if self.compiled:
             return {}
-        computed = set(program.outputs) if self.eager else {one.name for one in program.operations}
+        computed = set(program.outputs) if self.eager else {one.name for one in program.traced}
         return {i: name for i, name in enumerate(self.dps) if name is not None and name in computed}
 
     def adding(self, letter: str) -> Program:

@@ -211,6 +211,22 @@ def test_memory_layouts_of_inputs_may_differ_from_contiguous():
             assert [t.stride() for t in y] == [t.stride() for t in expected]
 
 
+def test_inputs_with_gaps_in_memory_share_one_trace(traces: list[str]):
+    """``tokens[:, :-1]``: the strides vary with the length, and are no product of sizes of the input."""
+    params = {"out": torch.randn(WIDTH, WIDTH)}
+    fn = lambda p, x: torch.tanh(x @ p["out"]).cumsum(1)
+    for length in (4, 6, 9, 5):
+        x = torch.randn(2, length + 1, WIDTH)[:, :-1]
+        programs = fpipe.trace(fn, params, x)
+        y, saved = programs.forward(params, x)
+        assert torch.equal(y, fn(params, x))
+        live, leaf = {"out": params["out"].clone().requires_grad_()}, x.clone().requires_grad_()
+        fn(live, leaf).sum().backward()
+        dx, dparams = programs.backward(saved, torch.ones_like(y))
+        assert torch.equal(dx, leaf.grad) and torch.equal(dparams["out"], live["out"].grad)
+    assert traces == ["plain", "symbolic"]
+
+
 def test_two_axes_that_were_equal_by_chance_may_part(traces: list[str]):
     stage = lambda p, x: attention(p, x)
     params = parameters()

@@ -79,7 +79,7 @@ def _segments(builder: Builder, action: AnyAction, coarse: bool) -> Iterator[tup
     """The segments of an action's parts, each part in its program order."""
     for line, part in enumerate(action.parts):
         for programs, program, stage in builder.programs(part):
-            if program.operations or program.outputs or programs.eager:
+            if program.traced or program.outputs or programs.eager:
                 cut = segments_of(programs, program, coarse) if stage == part.stage else (whole(program),)
                 for segment in cut:
                     yield (line, part, programs, stage, segment.program), segment

@@ -93,14 +93,15 @@ def whole(program: Program) -> Segment:
 def collectives_of(program: Program) -> tuple[Collective, ...]:
     """The collectives that a program, or a segment of one, starts, in order; numbered as in the whole program."""
     if program not in _COLLECTIVES:
-        collectives = enumerate(c for c in map(started, program.operations) if c is not None)
+        begins = any(map(started, program.traced))  # at any size; the operations of this size are not asked in vain
+        collectives = enumerate(c for c in map(started, program.operations if begins else ()) if c is not None)
         _COLLECTIVES[program] = tuple(replace(c, number=program.numbers.get(c.value, k)) for k, c in collectives)
     return _COLLECTIVES[program]
 
 
 def collective(program: Program) -> bool:
     """Whether a program, or a segment of one, starts a collective or waits for one."""
-    return bool(collectives_of(program)) or any(map(waited, program.operations))
+    return bool(collectives_of(program)) or any(map(waited, program.traced))
 
 
 def microseconds(program: Program) -> float:
