@@ -22,8 +22,9 @@ from .collect import merged, stage_trees
 from .files import grouped
 from .keys import Names, StageTree
 
-#: Of a bucket: what is sent at a time, and the tensors that are complete at once; the consumer may hold as many.
-_PIECE, _WHOLE = 1 / 8, 3 / 8
+#: Of a bucket: what is sent at a time, and the tensors that are filled at once. The consumer may hold one more, and the
+#: allocator of a host may keep three times as much, because tensors of other sizes do not fit where these were.
+_PIECE, _WHOLE = 1 / 8, 3 / 16
 #: Pieces between two waits for all ranks; memory that processes share may keep three times as many of each other rank.
 _AHEAD = 8
 
