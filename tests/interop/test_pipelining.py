@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining as peers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import schedules as peer_schedules
 
 import fpipe
@@ -98,6 +100,16 @@ def test_a_pipeline_of_one_process(alone: None):
     assert torch.allclose(y, nn.Sequential(*modules)(x))
     stages[0].scale_grads(2)
     assert torch.allclose(modules[0].weight.grad, grads[0] / 2)  # type: ignore[arg-type]
+
+
+def test_sharded_modules_are_refused(alone: None):
+    """Their parameters are parts, which a pipeline would take for whole ones."""
+    mesh = init_device_mesh("cpu", (1,))
+    modules = [fully_shard(nn.Linear(2, 2), mesh=mesh) for _ in range(2)]
+    stages = [pipelining.PipelineStage(m, s, 2, torch.device("cpu")) for s, m in enumerate(modules)]
+    schedule = pipelining.ScheduleInterleaved1F1B(stages, 2, nn.functional.mse_loss)
+    with pytest.raises(fpipe.UnsupportedError, match="under fully_shard"):
+        schedule.step(torch.ones(2, 2), target=torch.ones(2, 2))
 
 
 def test_mistakes_before_the_first_step(alone: None, tmp_path):

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ... import tree
 from ...collectives.c10d import C10dGroup
-from ...errors import FpipeError, TraceError
+from ...errors import FpipeError, TraceError, UnsupportedError
 from ...running.absent import elsewhere
 from ...running.calls import refuse
 from ...running.handshake import UNPREPARED
@@ -91,6 +92,11 @@ class Engine:
     def __init__(self, stages: Sequence[PipelineStage], loss: Callable[..., Tensor] | None, mean: bool, overlap: Any):
         self.stages = {stage.stage_index: stage for stage in stages}
         self.count, self.loss, self.mean, self.overlap = stages[0].num_stages, loss, mean, overlap
+        if any(isinstance(part, FSDPModule) for stage in stages for part in stage.submod.modules()):
+            raise UnsupportedError(
+                "modules under fully_shard are not supported here; use zero= of fpipe.pipeline, or from_fsdp of "
+                "fpipe.interop.fsdp, or DistributedDataParallel"
+            )
         self.group: C10dGroup = group_of(stages[0].group, stages[0].device)
         self._modules = {s: _unwrapped(stage.submod) for s, stage in self.stages.items()}
         self._parts = [part for module in self._modules.values() for part in module.modules()]
