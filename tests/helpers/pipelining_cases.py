@@ -103,6 +103,14 @@ def squared(y: Tensor, t: Tensor) -> Tensor:
     return (y - t).square().mean()
 
 
+def own_group() -> Any:
+    """A process group that an error in a step may end."""
+    group = dist.new_group()
+    assert group is not None
+    _GROUPS[group, "pp"] = fpipe.adopt(group, CPU, timeout=20)
+    return group
+
+
 class Script:
     """What a user's script does on each rank, and the same on the whole model without a pipeline."""
 
@@ -644,13 +652,21 @@ def keyword_arguments_of_the_loss() -> None:
 
 @case()
 def batch_sizes_that_every_rank_knows() -> None:
-    """A rank that passes the arguments too says their shapes, which may then differ from step to step."""
-    script = Script("1F1B")
+    """A rank without the first and the last stage passes the arguments too: their shapes may differ in each step."""
+    script = Script("ZBVZeroBubble")
     for rows in (8, 12, 8):
         x, t = batch(rows)
         script.schedule.step(x, target=t)
         script.backward(x, t)
     script.check_grads()
+
+
+@case()
+def batch_sizes_that_a_rank_cannot_know() -> None:
+    script = Script("ZBVZeroBubble", group=own_group())
+    script.step(*batch(8))
+    with pytest.raises(fpipe.MismatchError, match="disagree"):
+        script.step(*batch(12))
 
 
 # ---- functions of the caller ----------------------------------------------------------------------------------------
@@ -697,10 +713,7 @@ def functions_for_actions(name: str) -> None:
 
 @case()
 def a_function_that_does_not_run_its_action() -> None:
-    group = dist.new_group()  # which an error in a step ends
-    assert group is not None
-    _GROUPS[group, "pp"] = fpipe.adopt(group, CPU, timeout=20)
-    script, (x, t) = Script("Interleaved1F1B", group=group), batch()
+    script, (x, t) = Script("Interleaved1F1B", group=own_group()), batch()
     script.schedule.register_custom_function(pipelining.orders.ComputationType("F"), lambda action, ctx: None)
     with pytest.raises(fpipe.FpipeError, match=r"ran \dF0 0 times|stopped|raised"):
         script.step(x, t)
