@@ -72,6 +72,7 @@ def train(rank: int, ranks: int, folder: str, model: str, schedule: str, steps: 
         from torchtitan.components import metrics
         from torchtitan.config import JobConfig
         from torchtitan.distributed import utils as distributed
+        from torchtitan.distributed.pipeline_parallel import pipeline_llm
         from torchtitan.protocols import train_spec
         from torchtitan.train import Trainer
 
@@ -97,8 +98,11 @@ def train(rank: int, ranks: int, folder: str, model: str, schedule: str, steps: 
         "build_tokenizer_fn": None, "build_metrics_processor_fn": lambda *args: Recorded(*args[:2]),
         "build_dataloader_fn": lambda **_: Tokens(8, 32, spec.model_args["debugmodel"].vocab_size),
     }  # fmt: skip
-    if ours:  # the line of registration
-        changes["pipelining_fn"] = fpipe.interop.torchtitan.pipelining_fn
+    small = spec.model_args["debugmodel"]
+    if getattr(small, "enable_weight_tying", False):  # which torchtitan has within one part alone
+        changes["model_args"] = {"debugmodel": dataclasses.replace(small, enable_weight_tying=False)}
+    # The line of registration; torchtitan 0.2.1 has a function of its own for qwen3 too, but does not name it.
+    changes["pipelining_fn"] = fpipe.interop.torchtitan.pipelining_fn if ours else pipeline_llm
     train_spec.register_train_spec(f"{model}_trial", dataclasses.replace(spec, **changes))
     config.model.name = f"{model}_trial"
     trainer = Trainer(config)
