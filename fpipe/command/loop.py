@@ -113,10 +113,14 @@ class Loop:
     # ---- checkpoints ------------------------------------------------------------------------------------------------
     def checkpoints(self) -> tuple[int, ...]:
         """The steps that have a complete checkpoint."""
+        return tuple(step for step in self._folders() if is_complete(self.folder(step)))
+
+    def _folders(self) -> list[int]:
+        """The steps that have a folder, in order."""
         if self.path is None or not Path(self.path).is_dir():
-            return ()
-        found = ((_FOLDER.fullmatch(folder.name), folder) for folder in Path(self.path).iterdir())
-        return tuple(sorted(int(match[1]) for match, folder in found if match and is_complete(folder)))
+            return []
+        found = (_FOLDER.fullmatch(folder.name) for folder in Path(self.path).iterdir())
+        return sorted(int(match[1]) for match in found if match)
 
     def folder(self, step: int) -> Path:
         """Where the checkpoint of a step is."""
@@ -153,11 +157,15 @@ class Loop:
         if saving is None:
             return
         saving.wait()
-        if self._first:
-            for step in self.checkpoints()[: -self.keep]:
-                if not self.keep_every or step % self.keep_every:
-                    (self.folder(step) / NAME).unlink()  # from here on it is incomplete
-                    shutil.rmtree(self.folder(step))
+        if not self._first:
+            return
+        complete = self.checkpoints()
+        for step in complete[: -self.keep]:
+            if not self.keep_every or step % self.keep_every:
+                (self.folder(step) / NAME).unlink()  # from here on it is incomplete
+        for step in set(self._folders()) - set(self.checkpoints()):
+            if complete and step < complete[-1]:  # a later one may be under way
+                shutil.rmtree(self.folder(step))
 
     # ---- training ---------------------------------------------------------------------------------------------------
     def run(self, params: Sequence[Any], batch: Callable[[int], Batch], steps: int) -> Trained:

@@ -53,9 +53,12 @@ def test_checkpoints_that_stay(tmp_path: Path):
     loop.run(params, batch, 11)
     assert loop.checkpoints() == (4, 8, 10, 11)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log.jsonl", *(f"step-{n:09}" for n in (4, 8, 10, 11))]
-    (tmp_path / "step-000000011" / "manifest.json").unlink()
-    assert loop.checkpoints() == (4, 8, 10)
-    assert loop.run(params, batch, 10).step == 10
+    (tmp_path / "step-000000010" / "manifest.json").rename(tmp_path / "aside")
+    loop.run(params, batch, 12)
+    assert loop.checkpoints() == (4, 8, 11, 12) and not (tmp_path / "step-000000010").exists(), "left by a killed run"
+    (tmp_path / "step-000000012" / "manifest.json").unlink()
+    assert loop.checkpoints() == (4, 8, 11)
+    assert loop.run(params, batch, 11).step == 11
 
 
 def dropped(p: Any, x: Tensor) -> Tensor:
