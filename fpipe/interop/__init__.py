@@ -1,12 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other people's models and configurations; no other package knows them.
+"""Other people's models, trainers and configurations; no other package knows them.
 
 This package does not import transformers or torchtitan: it reads attributes of the objects that it is passed.
+``pipelining`` loads torch's package of that name when it is first used.
 """
+
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
 
 from . import huggingface, torchtitan
 from .binding import Bound, bind
 from .loading import filled
 from .modules import from_module, to_module
 
-__all__ = ["Bound", "bind", "filled", "from_module", "huggingface", "to_module", "torchtitan"]
+if TYPE_CHECKING:
+    from . import pipelining as pipelining
+
+__all__ = ["Bound", "bind", "filled", "from_module", "huggingface", "pipelining", "to_module", "torchtitan"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "pipelining":
+        return _import_module(f"{__name__}.pipelining")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -133,3 +133,9 @@ def test_mistakes_before_the_first_step(alone: None, tmp_path):
         runtime.register_custom_function(pipelining.orders.ComputationType("UNSHARD"), lambda action, ctx: None)
     with pytest.raises(ValueError, match="one at least"):
         schedules.PipelineScheduleMulti([], 2)
+
+
+def test_the_package_is_an_attribute():
+    assert fpipe.interop.pipelining is pipelining
+    with pytest.raises(AttributeError, match="no attribute 'no'"):
+        fpipe.interop.no  # noqa: B018
