@@ -13,7 +13,7 @@ from .oracle import Expected, leaves_of
 
 PARTS = ("value", "aux", "grads", "input_grads", "state")
 #: How many times the error of plain autograd an error may be, where bits may differ.
-FACTOR = 4
+FACTOR = 16
 
 
 def difference(result: Expected, wanted: Expected, leaf: Callable[[Any, Any], str]) -> str:
