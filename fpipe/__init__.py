@@ -25,6 +25,7 @@ _TABLE = {
     " UnsupportedError WeaveError",
     "generators": "make_schedule register_schedule schedule_names",
     "generators.balancing": "balance",
+    "generators.packing": "pack",
     "interop.modules": "from_module to_module",
     "plans.weaving.segments": "segment",
     "programs.stage_programs": "Programs",
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
     from .generators import register_schedule as register_schedule
     from .generators import schedule_names as schedule_names
     from .generators.balancing import balance as balance
+    from .generators.packing import pack as pack
     from .interop.modules import from_module as from_module
     from .interop.modules import to_module as to_module
     from .plans.weaving.segments import segment as segment
