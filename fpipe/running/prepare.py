@@ -7,7 +7,7 @@ exchange the interfaces of stages between processes. Knows no values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -32,6 +32,7 @@ from .config import Config, tied_leaves
 from .debugging import check
 from .handshake import together
 from .loop import Executable, bind
+from .progress import shown_late
 from .steps import Options
 
 _NOTHING = tree.flatten(None)[1]
@@ -159,6 +160,12 @@ class _Traced:
 
 
 def _traced(config: Config, request: Request) -> list[_Traced]:
+    """Trace the stages of this process, and show on a terminal which one if it takes long."""
+    with shown_late("tracing") as note:
+        return _traced_in_turn(config, request, note)
+
+
+def _traced_in_turn(config: Config, request: Request, note: Callable[[str], None]) -> list[_Traced]:
     """Trace the stages of this process, stage by stage, until every process knows the interfaces of all stages."""
     stages = request.schedule.stages
     traced = [_Traced(kind, each=request.each) for kind in request.kinds]
@@ -167,7 +174,7 @@ def _traced(config: Config, request: Request) -> list[_Traced]:
 
         def advance(known: list[int] = known) -> list[dict[int, Interface]]:
             nonlocal traced
-            traced = [_advanced(config, request, kind) for kind in traced]
+            traced = [_advanced(config, request, kind, note) for kind in traced]
             return [dict(enumerate(kind.interfaces[count:], count)) for kind, count in zip(traced, known, strict=True)]
 
         reports = together(config.group, advance, _as_data, _from_data)
@@ -181,6 +188,7 @@ def _traced(config: Config, request: Request) -> list[_Traced]:
             for kind, count, new in zip(traced, known, news, strict=True)
         ]
     if config.loss is not None:
+        note("the loss")
 
         def with_loss(known: list[_Traced] = traced) -> None:
             nonlocal traced
@@ -190,11 +198,12 @@ def _traced(config: Config, request: Request) -> list[_Traced]:
     return traced if request.mode == "forward" else _without_unused(config, request, traced)
 
 
-def _advanced(config: Config, request: Request, traced: _Traced) -> _Traced:
+def _advanced(config: Config, request: Request, traced: _Traced, note: Callable[[str], None]) -> _Traced:
     """With the stages that follow those whose interfaces are known, as far as they are on this process."""
     for stage in range(len(traced.interfaces), request.schedule.stages):
         if not _ranks_here(config, request, stage):
             break
+        note(f"stage {stage + 1} of {request.schedule.stages}")
         traced = _with_stage(config, request, traced, stage)
     return traced
 
