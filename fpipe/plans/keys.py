@@ -114,13 +114,9 @@ class PartialGrad(NamedTuple):
 
 
 class GradSum(NamedTuple):
-    """The sum of the gradients of a group: of the ranks of a replicated stage, or of tied parameters.
-
-    ``member``: of the ranks of one of the tied parameters alone.
-    """
+    """The sum of the gradients of a group: of the ranks of a replicated stage, or of tied parameters."""
 
     group: int
-    member: int | None = None
     kind: Literal["grad sum"] = "grad sum"
 
 

@@ -142,13 +142,6 @@ def _emit_sum(builder: Builder, number: int, group: tuple[tuple[int, int], ...])
     out += [Step("SEND", reads=(grad(*leaf),), peer=peer, avals=(job.grad_specs[leaf],))
             for peer in peers for leaf in local]  # fmt: skip
     out += waits
-    for member, leaf in enumerate(group):  # the ranks of one stage first, then the tied parameters
-        ranks = [n for n, (held, _) in enumerate(places) if held == leaf]
-        if len(group) > 1 and len(ranks) > 1:
-            of_leaf: Key = (GradSum(number, member), None)
-            out.append(Step("SUM", reads=tuple(parts[n] for n in ranks), writes=(of_leaf,)))
-            parts = [of_leaf if n == ranks[0] else part for n, part in enumerate(parts) if n not in ranks[1:]]
-            places = [place for n, place in enumerate(places) if n not in ranks[1:]]
     total: Key = (GradSum(number), None)
     out.append(Step("SUM", reads=tuple(parts), writes=(total,)))
     out += [Step("SUM", reads=(total,), writes=(grad(*leaf),)) for leaf in local]

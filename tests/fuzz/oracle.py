@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import optree
@@ -17,6 +18,8 @@ from .models import tensors_of
 
 leaves_of = lambda t: optree.tree_leaves(t, namespace="fpipe")
 Grads = list[list[Tensor | None]]
+#: The gradients that are added for each leaf: of the replicas of its stage, and of leaves that are tied to it.
+Parts = list[list[list[Tensor] | None]]
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ def expected(case: Case, call: Call, given: Given, schedule: fpipe.Schedule) -> 
     found = Expected(value, aux=run.auxes, state=run.state, limits=frozenset(run.limits | limits))
     if call.kind == "forward":
         return found
-    grads = _summed_ties(case, _accumulated(case, run.grads, given.params, schedule))
+    parts = _accumulated(case, run.grads, given.params, schedule)
+    grads = [[_sum(part) for part in row] for row in _with_ties(case, parts)]
     zeros = zip(given.batch.xs, run.input_grads, strict=True)
     return replace(found, grads=grads, input_grads=[torch.zeros_like(x) if g is None else g for x, g in zeros])
 
@@ -179,7 +183,7 @@ def _total(losses: Sequence[Tensor], weights: Sequence[Any]) -> Tensor:
 def _order(schedule: fpipe.Schedule, stage: int) -> list[list[int]]:
     """By replica of a stage: the microbatches in the order in which the schedule runs their weight gradients."""
     rows: list[list[int]] = []
-    for rank in range(schedule.ranks):
+    for rank in schedule.placement.ranks_of(stage):
         order = [
             part.microbatch
             for action in schedule[rank]
@@ -190,37 +194,37 @@ def _order(schedule: fpipe.Schedule, stage: int) -> list[list[int]]:
     return rows
 
 
-def _accumulated(case: Case, found: list[Grads], params: list[Any], schedule: fpipe.Schedule) -> Grads:
-    out: Grads = []
-    for stage, p in enumerate(params):
-        row: list[Tensor | None] = []
-        for index, leaf in enumerate(leaves_of(p)):
-            if str(stage) in case.frozen:
-                row.append(None)
-                continue
-            total: Tensor | None = None
-            for order in _order(schedule, stage):
-                part: Tensor | None = None
-                for m in order:
-                    grad = found[m][stage][index]
-                    if grad is None:
-                        continue
-                    grad = grad.double() if case.wide else grad
-                    part = grad.clone() if part is None else part + grad
-                total = part if total is None else total if part is None else total + part
-            zeros = torch.zeros_like(leaf, dtype=torch.float64 if case.wide else leaf.dtype)
-            row.append(zeros if total is None else total)
-        out.append(row)
-    return out
+def _accumulated(case: Case, found: list[Grads], params: list[Any], schedule: fpipe.Schedule) -> Parts:
+    """The gradients of each replica by stage and leaf; None for a leaf without a gradient."""
+    return [
+        [None if str(stage) in case.frozen else _of_replicas(case, found, leaf, (stage, index), schedule)
+         for index, leaf in enumerate(leaves_of(p))]
+        for stage, p in enumerate(params)
+    ]  # fmt: skip
 
 
-def _summed_ties(case: Case, grads: Grads) -> Grads:
+def _of_replicas(
+    case: Case, found: list[Grads], leaf: Tensor, place: tuple[int, int], schedule: fpipe.Schedule
+) -> list[Tensor]:
+    stage, index = place
+    parts: list[Tensor] = []
+    for order in _order(schedule, stage):
+        grads = (found[m][stage][index] for m in order)
+        added = [grad.double() if case.wide else grad.clone() for grad in grads if grad is not None]
+        parts += [reduce(torch.add, added)] if added else []
+    return parts or [torch.zeros_like(leaf, dtype=torch.float64 if case.wide else leaf.dtype)]
+
+
+def _sum(parts: list[Tensor] | None) -> Tensor | None:
+    return None if parts is None else reduce(torch.add, parts)
+
+
+def _with_ties(case: Case, grads: Parts) -> Parts:
+    """Tied leaves have the parts of all of them, in the order in which they are added."""
     for names in case.tied:
         places = [tuple(map(int, name.split("."))) for name in names]
         parts = [grads[s][i] for s, i in places]
-        if any(part is None for part in parts):
-            continue
-        total = parts[0] + parts[1]  # type: ignore[operator]
-        for s, i in places:
-            grads[s][i] = total
+        if all(part is not None for part in parts):
+            for s, i in places:
+                grads[s][i] = [each for part in parts for each in part or ()]
     return grads
