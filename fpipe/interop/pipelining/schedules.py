@@ -89,7 +89,8 @@ class _PipelineSchedule:
     def step(
         self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None, arg_mbs: list[Any] | None = None,
-        kwarg_mbs: list[Any] | None = None, target_mbs: list[Any] | None = None, **kwargs: Any,
+        kwarg_mbs: list[Any] | None = None, target_mbs: list[Any] | None = None, finalize_gradients: bool = True,
+        **kwargs: Any,
     ) -> Any:  # fmt: skip
         """One step with a whole batch, or one that is split already (``arg_mbs``, ``kwarg_mbs``, ``target_mbs``).
 
@@ -100,6 +101,8 @@ class _PipelineSchedule:
             return_outputs: whether the outputs are kept and merged.
             loss_kwargs: keyword arguments of the loss, the same for all microbatches.
             arg_mbs, kwarg_mbs, target_mbs: in place of ``args``, ``kwargs`` and ``target``.
+            finalize_gradients: taken as torch takes it; gradients are final after every step, and those of several
+                steps add up.
             kwargs: of the stages of this rank.
 
         Returns:
