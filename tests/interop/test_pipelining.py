@@ -56,7 +56,8 @@ def test_arguments_are_those_of_torch(name: str):
         ours = inspect.signature(getattr(getattr(pipelining, name), method)).parameters
         assert not set(theirs) - set(ours)
     theirs = inspect.signature(peers.PipelineStage.__init__).parameters
-    assert list(inspect.signature(pipelining.PipelineStage.__init__).parameters) == list(theirs)
+    ours = inspect.signature(pipelining.PipelineStage.__init__).parameters
+    assert [name for name in ours if name in theirs] == list(theirs)  # torch 2.11 has no get_mesh
 
 
 def test_classes_by_name():
