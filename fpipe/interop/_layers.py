@@ -16,7 +16,7 @@ from torch import nn
 from torch.func import functional_call
 
 from ..stage import BLOCKS, Block
-from ._pure import clone
+from ._pure import REGISTERED, clone
 
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 #: Names of attributes that number the layers of a model.
@@ -120,16 +120,11 @@ def _shared(layer: nn.Module) -> _Shared | None:
 
 def _key(module: nn.Module) -> Hashable:
     """Equal for equal modules: all that they hold but their tensors."""
-    held = ((name, value) for name, value in vars(module).items() if name != "forward" and not _holds_tensors(value))
+    held = ((name, value) for name, value in vars(module).items() if name not in ("forward", *REGISTERED))
     tokens = frozenset((name, "number" if name in _NUMBERS else _token(value)) for name, value in held)
     parameters = tuple((name, parameter.requires_grad) for name, parameter in module.named_parameters(recurse=False))
     buffers = tuple(name for name, _ in module.named_buffers(recurse=False))
     return type(module), tokens, parameters, buffers, tuple((n, _key(child)) for n, child in module.named_children())
-
-
-def _holds_tensors(value: object) -> bool:
-    """Whether a module keeps its parameters, buffers or submodules in a value."""
-    return isinstance(value, dict) and any(isinstance(item, (torch.Tensor, nn.Module)) for item in value.values())
 
 
 def _token(value: object) -> Hashable:

@@ -22,6 +22,9 @@ from .. import tree
 from ..errors import StageError
 from ..stage import Engine, Stage, Weight
 
+#: The attributes in which a module holds its tensors and submodules.
+REGISTERED = ("_parameters", "_buffers", "_modules")
+
 
 def clone(module: nn.Module, replacements: Mapping[nn.Module, nn.Module] | None = None) -> nn.Module:
     """The same tree of modules with parameters that hold no data, and with some modules replaced.

@@ -287,3 +287,22 @@ def test_layers_that_differ_are_not_one_block():
     y, _ = programs.forward(params[0], torch.ones(3, WIDTH))
     torch.manual_seed(0)
     assert torch.equal(y, model(torch.ones(3, WIDTH)))
+
+
+class Table(nn.Module):
+    """A layer that holds a tensor in a dict of its own."""
+
+    def __init__(self, value: float):
+        super().__init__()
+        self.linear, self.table = nn.Linear(WIDTH, WIDTH), {"scale": torch.tensor(value)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.table["scale"]
+
+
+def test_layers_that_hold_other_tensors_are_not_one_block():
+    model = nn.Sequential(nn.Sequential(Table(2.0), Table(3.0)))
+    x = torch.randn(2, WIDTH)
+    stages, params = fpipe.from_module(model)
+    y, _ = traced(stages[0], params[0], x).forward(params[0], x)
+    assert torch.equal(y, model(x))
