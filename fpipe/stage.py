@@ -168,13 +168,17 @@ def keyword_only(fn: Callable[..., Any]) -> tuple[str, ...]:
 RECORDING: ContextVar[bool] = ContextVar("RECORDING", default=False)
 
 
-class Remat:
-    """A function whose inner values are computed again in the backward instead of saved; see ``remat``."""
+class _Wrapper:
+    """A function that another one stands for."""
 
     def __init__(self, fn: Callable[..., Any]):
         self.fn = fn
         self.__wrapped__ = fn
         self.__qualname__ = getattr(fn, "__qualname__", type(fn).__name__)
+
+
+class Remat(_Wrapper):
+    """A function whose inner values are computed again in the backward instead of saved; see ``remat``."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if RECORDING.get():
@@ -200,13 +204,8 @@ def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
 BLOCKS: ContextVar[Callable[[Block, tuple[Any, ...], dict[str, Any]], Any] | None] = ContextVar("BLOCKS", default=None)
 
 
-class Block:
+class Block(_Wrapper):
     """A function that is traced once for all its calls with equal shapes; see ``block``."""
-
-    def __init__(self, fn: Callable[..., Any]):
-        self.fn = fn
-        self.__wrapped__ = fn
-        self.__qualname__ = getattr(fn, "__qualname__", type(fn).__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         handler = BLOCKS.get()

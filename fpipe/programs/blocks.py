@@ -27,9 +27,11 @@ from ..tree import Aval, Structure
 from . import fake
 from .autocast import ambient, caching, without_autocast
 from .explain import other_parameters_error
-from .internals import mutates, operator_of, returns_views, storage_id, transforming, versions
+from .graphs import viewed
+from .internals import mutates, operator_of, storage_id, transforming, versions
 from .marks import collecting, followed
 from .purity import pure_on_fakes, unseeded
+from .signature import PLAIN
 from .symbols import Symbols, is_symbolic, text_of
 
 _LIBRARY = torch.library.Library("fpipe", "FRAGMENT")
@@ -40,7 +42,6 @@ _LIBRARY.define("block_backward(Tensor[] cotangents, int call) -> Tensor[]")
 FORWARD, BACKWARD = torch.ops.fpipe.block.default, torch.ops.fpipe.block_backward.default
 HERE = -1
 
-_PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 _ALIAS = torch.ops.aten.alias.default
 
 Key: TypeAlias = tuple[Hashable, ...]
@@ -154,7 +155,7 @@ def _definition(
     """What a block is for some arguments; ``None`` where its call cannot be one operation."""
     avals = tuple(Aval.like(t, t.requires_grad) for t in tensors)
     dense = all(a.kind is None and t.layout is torch.strided for t, a in zip(tensors, avals, strict=True))
-    if not dense or not all(tree.is_tensor(leaf) or isinstance(leaf, _PLAIN) for leaf in leaves):
+    if not dense or not all(tree.is_tensor(leaf) or isinstance(leaf, PLAIN) for leaf in leaves):
         return None
     place = {id(t): i for i, t in enumerate(tensors)}
     arguments = tuple(place[id(leaf)] if tree.is_tensor(leaf) else (leaf,) for leaf in leaves)
@@ -248,19 +249,15 @@ class _Function(torch.autograd.Function):
 
 @torch.library.register_fake("fpipe::block", lib=_LIBRARY)
 def _outputs(tensors: list[torch.Tensor], call: int) -> list[torch.Tensor]:
-    return [_empty(aval) for aval in _CALLS[call].definition.avals]
+    return [fake.empty(aval._replace(grad=False)) for aval in _CALLS[call].definition.avals]
 
 
 @torch.library.register_fake("fpipe::block_backward", lib=_LIBRARY)
 def _gradients(cotangents: list[torch.Tensor], call: int) -> list[torch.Tensor]:
     if call == HERE:
-        return [_empty(Aval.like(dy)) for dy in cotangents]
+        return [fake.empty(Aval.like(dy)) for dy in cotangents]
     (graph,) = _CALLS[call].traced
-    return [_empty(Aval.like(node.meta["val"])) for node in graph.gradients if node is not None]
-
-
-def _empty(aval: Aval) -> torch.Tensor:
-    return torch.empty_strided(aval.shape, aval.stride, dtype=aval.dtype, device=aval.device)
+    return [fake.empty(Aval.like(node.meta["val"])) for node in graph.gradients if node is not None]
 
 
 # ---- the block's own trace -------------------------------------------------------------------------------------------
@@ -286,7 +283,7 @@ def _with_results(definition: Definition, given: Sequence[torch.Tensor], result:
     avals: list[Aval] = []
     for value in values:
         if not tree.is_tensor(value):
-            if not isinstance(value, _PLAIN):
+            if not isinstance(value, PLAIN):
                 return None
             leaves.append((value,))
         elif id(value) in passed:
@@ -382,10 +379,7 @@ def _check(graph: fx.GraphModule) -> None:
     for node in graph.graph.nodes:
         op = operator_of(node)
         if op is torch.ops.aten.as_strided.default:
-            root: Any = node.args[0]
-            while root.op == "call_function" and (op := operator_of(root)) is not None and returns_views(op):
-                root = root.args[0]
-            if root.op == "placeholder":
+            if viewed(node).op == "placeholder":
                 raise InexactError("as_strided of an argument of a block")
         elif op is not None and mutates(op):
             raise InexactError("a block that writes into an argument")

@@ -166,11 +166,17 @@ def clean(graph: fx.GraphModule) -> None:
     graph.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
 
 
-def _check_place(node: fx.Node) -> None:
-    """Refuse a place in the memory of an argument: another microbatch begins at another place of the same memory."""
-    root = argument(node, 0)
+def viewed(view: fx.Node) -> fx.Node:
+    """The value whose memory a view shows, through views of views."""
+    root = argument(view, 0)
     while root.op == "call_function" and (op := operator_of(root)) is not None and returns_views(op):
         root = argument(root, 0)
+    return root
+
+
+def _check_place(node: fx.Node) -> None:
+    """Refuse a place in the memory of an argument: another microbatch begins at another place of the same memory."""
+    root = viewed(node)
     if root.op == "placeholder" and root.name[0] != "d" and (*node.args[3:], None)[0] is not None:
         raise TraceError(
             "a stage calls as_strided with storage_offset= on an argument, whose place in memory differs from call to "

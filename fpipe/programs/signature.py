@@ -24,7 +24,7 @@ from .symbols import Symbols
 
 _RUNS: ContextVar[str | None] = ContextVar("RUNS", default=None)
 #: What leaves of an output may be, beside tensors.
-_PLAIN = (int, float, bool, str, bytes, complex, torch.dtype, torch.device)
+PLAIN = (int, float, bool, str, bytes, complex, torch.dtype, torch.device)
 
 
 class Signature(NamedTuple):
@@ -152,7 +152,7 @@ def _check_outputs(stage: Stage, ys: Sequence[Any], aux: object) -> None:
     for leaf in ys:
         tensor = isinstance(leaf, torch.Tensor)
         sparse = tensor and leaf.layout is not torch.strided
-        if (sparse or Aval.like(leaf).kind is not None) if tensor else not isinstance(leaf, _PLAIN):
+        if (sparse or Aval.like(leaf).kind is not None) if tensor else not isinstance(leaf, PLAIN):
             what = f"{leaf.layout} tensor" if sparse else type(leaf).__name__
             raise StageError(
                 f"stage {stage.label} returns a {what}, which cannot be sent to the next stage; "
