@@ -8,10 +8,7 @@ step of both for every schedule, the median of their ratios, and that of the rat
 from __future__ import annotations
 
 import copy
-import json
-import os
 import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -20,10 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed import pipelining as theirs
 
-from benchmarks.bench_torch import SCHEDULES, SIZES, Peer, _timed, asking, make
+from benchmarks.bench_torch import SCHEDULES, SIZES, Peer, _timed, asking, make, spawned
 from benchmarks.command import save
 from benchmarks.stages import square
 from fpipe.interop import pipelining as ours
@@ -124,11 +120,7 @@ def main() -> None:
     rows = []
     print(f"{'':16}  {'schedule':22} {'fpipe ms':>9} {'torch ms':>9} {'ratio':>7} {'cpu ratio':>9}")
     for size in args.sizes:
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder, "rows.json")
-            mp.spawn(run, (args.ranks, os.path.join(folder, "store"), args.schedules, size, args.microbatches,
-                           args.rounds, out), nprocs=args.ranks)  # fmt: skip
-            rows += json.loads(out.read_text(encoding="utf-8"))
+        rows += spawned(run, args, size)
     save(rows, args.json)
 
 

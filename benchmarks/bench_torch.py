@@ -14,7 +14,9 @@ import tempfile
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -222,6 +224,15 @@ def asking(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def spawned(run: Callable[..., None], args: argparse.Namespace, size: str) -> list[Any]:
+    """The rows that ``run``, in one process a rank, writes for a size."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "rows.json")
+        mp.spawn(run, (args.ranks, os.path.join(folder, "store"), args.schedules, size, args.microbatches,
+                       args.rounds, out), nprocs=args.ranks)  # fmt: skip
+        return json.loads(out.read_text(encoding="utf-8"))
+
+
 def main() -> None:
     """Print the tables."""
     parser = asking(__doc__)
@@ -233,11 +244,7 @@ def main() -> None:
     print(f"{'':16}  {'schedule':22} {'fpipe ms':>9} {'torch ms':>9} {'ratio':>7} {'fpipe peak':>12}"
           f" {'torch peak':>12} {'plan peak':>12}")  # fmt: skip
     for size in args.sizes:
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder, "rows.json")
-            mp.spawn(run, (args.ranks, os.path.join(folder, "store"), args.schedules, size, args.microbatches,
-                           args.rounds, out), nprocs=args.ranks)  # fmt: skip
-            rows += json.loads(out.read_text(encoding="utf-8"))
+        rows += spawned(run, args, size)
     save(rows, args.json)
 
 

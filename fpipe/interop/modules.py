@@ -8,6 +8,7 @@ schedules.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from itertools import combinations, pairwise
 from typing import TypeAlias
 
@@ -59,7 +60,7 @@ def from_module(
     if not isinstance(model, nn.Module):
         raise StageError(f"from_module takes an nn.Module, not a {type(model).__name__}")
     parts = pieces(empty := clone(model), cuts, side)
-    graphs = [fx.GraphModule(as_blocks(empty), piece.graph) for piece in parts]
+    graphs = list(map(partial(fx.GraphModule, as_blocks(empty)), (piece.graph for piece in parts)))
     names = [f"{type(model).__name__}[{low}:{high}]" for low, high in pairwise(["", *cuts, ""])]
     states = _state_of(graphs, names, set(running(model, state)))
     owned = claims(model, list(map(_leaves, graphs, states)))
