@@ -32,6 +32,7 @@ from .program import Program
 from .purity import pure_on_fakes
 from .signature import Outputs, Signature, call, entering, outputs_of
 from .sizes import Recorder
+from .spent import timed
 from .stage_programs import Programs
 from .symbols import Symbols
 from .trace_split import Joint, Piece, Pieces, split
@@ -52,7 +53,7 @@ def traced(
             )
     shown = shown or str(signature)
     # A trace is cached for all callers, so none of their modes may be in it.
-    with explained(stage.label, shown), torch.inference_mode(False), torch.enable_grad():
+    with timed("tracing"), explained(stage.label, shown), torch.inference_mode(False), torch.enable_grad():
         try:
             with blocks.using(stage.label, symbols) as found:
                 outputs = replace(outputs_of(stage, signature, symbols), unused=unused)

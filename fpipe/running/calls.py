@@ -1,190 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The warm path: look up or prepare the plans of a call, feed, run, and read the results.
+"""The warm path: feed the plans of a call, run them, and read the results.
 
-Nothing is kept between calls but the ``Cache``. Knows configurations, plans and registers; no schedule by name.
+Nothing is kept between calls but the ``Cache`` of plans. Knows configurations, plans and registers; no schedules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
 
-from ..collectives.group import Facts
-from ..errors import BatchError, GroupError, StageError
-from ..plans.sharding import Shares
+from ..errors import GroupError, StageError
 from ..programs.autocast import without_autocast
 from ..programs.eager.autograd_split import retaining
 from ..programs.internals import transforming, versions
 from ..programs.signature import stage_that_runs
 from ..tree import Tree
-from .arguments import Call, Offers
+from .arguments import Call
 from .config import Config
 from .cotangents import cotangents
 from .debugging import check_leaks, debugging
-from .facts import facts, of_call, shared
 from .feed import Feeder
-from .handshake import agree, tag_of, together
-from .interfaces import tree_data, tree_from_data
 from .loop import drive, execute
 from .microbatches import Microbatches, merge
-from .prepare import Prepared, Request, prepare
+from .plan_cache import Cache, CachedPlans, refused
 from .registers import Registers
-from .results import ResultLayout, Results
-
-#: How many signatures' plans a pipeline caches; those of the least recent calls are dropped.
-KEPT = 128
-#: The word of a call that has no plans yet, and the number that stands for None in other words.
-_NEW, _NONE = 1, -(2**60)
+from .results import Results
 
 AllRegisters: TypeAlias = dict[int, Registers]
 Pullback: TypeAlias = Callable[..., tuple[Tree, Tree]]
-
-
-@dataclass(frozen=True, eq=False)
-class CachedPlans:
-    """Everything about one signature that later calls use again."""
-
-    config: Config
-    prepared: Prepared
-    facts: Facts  # of the signature
-    number: int  # of the call for which they were prepared, among those of the group
-    misplaced: str | None  # set where a value is on a device that cannot be used
-
-    def announce(self, call: Call, pullback: int = -1) -> int:
-        """Announce a call that runs these plans, or the pullback of an earlier call; returns its number."""
-        if self.config.local:
-            return 0
-        seed, scale = call.seed, call.scale
-        # The hash of None is an address.
-        word = hash((self.prepared.tag, pullback, _NONE if seed is None else seed, _NONE if scale is None else scale))
-        return self.config.group.enter(word, self._described, (seed, scale, pullback))
-
-    def _described(self, seed: int | None, scale: float | None, pullback: int) -> Facts:
-        described = of_call(self.facts, seed, scale, f"those prepared for call {self.number}")
-        return described if pullback < 0 else described | {"call": f"the pullback of call {pullback}"}
-
-    @cached_property
-    def feeders(self) -> Mapping[int, Feeder]:
-        """Where fed values come from, by rank."""
-        group = self.config.group
-        return {r: Feeder(plan, self.prepared, group.device(r)) for r, plan in self.prepared.plans.items()}
-
-    @cached_property
-    def carried(self) -> Mapping[int, tuple[int, ...]]:
-        """The slots that are filled before the backwards and that these read, by rank."""
-        return {rank: plan.carried() for rank, plan in self.prepared.plans.items()}
-
-    @cached_property
-    def layout(self) -> ResultLayout:
-        """Where the results are."""
-        return ResultLayout(self.config, self.prepared)
-
-
-class Cache:
-    """What a pipeline keeps between calls: plans by signature, and the layouts of leaves that copies share."""
-
-    def __init__(self, shares: Shares | None = None, agreed: bool = False):
-        self.plans: dict[tuple[Any, ...], CachedPlans] = {}
-        self.shares, self.agreed = shares, agreed
-        self.modes: dict[bool, tuple[Config, Cache]] = {}  # of the same pipeline in training and in evaluation
-
-    def in_mode(self, config: Config, training: bool) -> tuple[Config, Cache]:
-        """The configuration with its stages in a mode, and the cache of that pipeline."""
-        if training not in self.modes:
-            cache = Cache(self.shares, self.agreed)
-            cache.modes = self.modes
-            functions = tuple(stage.in_mode(training) for stage in config.functions)
-            self.modes[training] = replace(config, functions=functions), cache
-        return self.modes[training]
-
-    def plans_for(self, call: Call) -> CachedPlans:
-        """The plans of a call, prepared for the first of its signature."""
-        key = call.signature()
-        cached = self._find(key)
-        return self._prepared(call, key) if cached is None else cached
-
-    def announced(self, call: Call) -> tuple[CachedPlans, int]:
-        """The plans of a call that is about to run, and its number; it is announced to the other ranks."""
-        try:
-            key = call.signature()
-            cached = self._find(key)
-            misplaced = call.misplaced() if cached is None else cached.misplaced
-            if misplaced is not None:
-                raise BatchError(misplaced)
-        except Exception as error:
-            _refuse(call.config, error)
-            raise
-        if cached is not None:
-            return cached, cached.announce(call)
-        cached = self._prepared(call, key)
-        return cached, cached.number
-
-    def _find(self, key: tuple[Any, ...]) -> CachedPlans | None:
-        try:
-            cached = self.plans.get(key)
-        except TypeError as error:
-            raise BatchError(
-                f"a leaf of the arguments is neither a tensor nor hashable ({error}); pass tensors, numbers, strings "
-                'or None, or register its class (optree, namespace="fpipe")'
-            ) from error
-        if cached is not None and len(self.plans) > KEPT // 2:  # the last is the most recently used
-            self.plans[key] = self.plans.pop(key)
-        return cached
-
-    def _prepared(self, call: Call, key: tuple[Any, ...]) -> CachedPlans:
-        """Announce a call without plans, compare it with the other ranks, and prepare its plans."""
-        config, number = call.config, 0
-        self._agree(config)
-        try:
-            request = call.request(self.shares)
-            known = {} if config.local else facts(config, request)
-        except Exception as error:
-            _refuse(config, error)
-            raise
-        if not config.local:
-            described = of_call(known, call.seed, call.scale, "none yet")
-            number = config.group.enter(_NEW, dict, (described,))
-            schedule = request.schedule
-            details = lambda fact: str(schedule) if fact == "schedule" else ""
-            absent = agree(config.group, shared(described), details, call.absent)
-            if any(absent):
-                request = self._completed(call, absent)
-                known = facts(config, request)
-                agree(config.group, shared(known))
-        # Two pipelines may be equal in all facts: each has plans that were prepared for a call of its own.
-        prepared = prepare(config, request, tag_of({**shared(known), "number": str(number)}))
-        cached = self.plans[key] = CachedPlans(config, prepared, known, number, call.misplaced())
-        if len(self.plans) > KEPT:
-            del self.plans[next(iter(self.plans))]
-        return cached
-
-    def _completed(self, call: Call, absent: Sequence[Sequence[str]]) -> Request:
-        """The request of a call some of whose arguments only other processes have: these describe them."""
-        names = [name for lacking in absent for name in lacking]
-        offers = together(call.config.group, lambda: call.offered(names), _as_data, _from_data)
-        return call.completed(absent, offers).request(self.shares)
-
-    def _agree(self, config: Config) -> None:
-        """Before the first step of all, copies of the pipeline compare their configurations."""
-        if config.copies is not None and not self.agreed:
-            self.agreed = True
-            agree(config.copies.group, {
-                "schedule": repr(config), "copies": config.copies.told, "tied parameters": str(config.tied),
-                "the dtype of accumulation": str(config.accumulate), "the stages here": str(config.here),
-            })  # fmt: skip
-
-
-def _as_data(offers: Offers) -> dict[str, list[Any]]:
-    return {name: list(map(tree_data, trees)) for name, trees in offers.items()}
-
-
-def _from_data(offers: Any) -> Offers:
-    return {name: tuple(map(tree_from_data, trees)) for name, trees in offers.items()}
 
 
 # ---- what can be done with a call -----------------------------------------------------------------------------------
@@ -307,14 +153,7 @@ def refuse(config: Config, error: Exception) -> None:
     """Report that this rank raised before it announced a call, unless the group is in use by another one."""
     if not config.local and not surrounded():
         with suppress(GroupError), config.claim:
-            _refuse(config, error)
-
-
-def _refuse(config: Config, error: Exception) -> None:
-    with suppress(RuntimeError):  # of the group or the store: the next call raises it
-        config.group.refuse(error)
-    if config.copies is not None:
-        config.copies.group.failed(error)  # other copies of the pipeline run, and wait for this one
+            refused(config, error)
 
 
 def _announced(call: Call, cache: Cache) -> tuple[CachedPlans, int]:

@@ -16,6 +16,7 @@ from ..collectives.agreement import Difference
 from ..collectives.data import decode, encode
 from ..collectives.group import Facts, Group
 from ..errors import MismatchError, PeerError
+from ..programs.spent import timed
 
 T = TypeVar("T")
 #: In the errors of ranks that could prepare a step where another one could not.
@@ -41,7 +42,8 @@ def agree(group: Group, facts: Facts, details: Callable[[str], str] = lambda fac
     """
     if alone(group):
         return [more]
-    gathered = group.gather_objects(("facts", dict(facts), more))
+    with timed("handshakes"):
+        gathered = group.gather_objects(("facts", dict(facts), more))
     for rank, (what, *_) in enumerate(gathered):
         if what != "facts":
             raise MismatchError(f"rank {group.global_rank(rank)} builds a pipeline while others call one; {TOGETHER}")
@@ -78,7 +80,8 @@ def together(
         report = ("done", encode(as_data(result)))
     except Exception as error:  # reported to the others first, then raised here unchanged
         failure, report = error, ("failed", f"{type(error).__name__}: {error}")
-    reports = group.gather_objects(report)
+    with timed("handshakes"):
+        reports = group.gather_objects(report)
     if failure is not None:
         raise failure
     for rank, (what, value) in enumerate(reports):

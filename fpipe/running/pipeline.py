@@ -27,10 +27,10 @@ from ..stage import Engine, Stage, as_stage, with_defaults, without_unsafe_compi
 from ..tree import Tree
 from . import calls
 from .arguments import Call, Each
-from .calls import Cache
 from .config import Config, Loss, Outputs, ties
 from .derived import nested
 from .descriptions import described
+from .plan_cache import Cache
 from .prepare import Mode, Prepared
 from .reduction import Reduction
 

@@ -22,6 +22,7 @@ from ..plans.plan import LoweringInput, Plan, ProgramSet
 from ..plans.sharding import Layout
 from ..plans.value_graph import Interface, ValueGraph, spec_of
 from ..programs.losses import check_scalar, loss_stage
+from ..programs.spent import timed
 from ..programs.stage_programs import Programs
 from ..programs.trace_cache import Signature, programs_of
 from ..schedule import Schedule
@@ -113,10 +114,11 @@ def prepare(config: Config, request: Request, tag: int) -> Prepared:
     }  # fmt: skip
     first = 0 if copies is None else copies.part * schedule.microbatches
     options = Options(wide=config.accumulate, check=check if request.debug else None, first=first)
-    executables = {
-        rank: bind(plan, group, replace(options, device=group.device(rank)))
-        for rank, plan in lower_together(inputs).items()
-    }
+    with timed("lowering"):
+        executables = {
+            rank: bind(plan, group, replace(options, device=group.device(rank)))
+            for rank, plan in lower_together(inputs).items()
+        }
     return Prepared(
         request, executables, inputs, tuple(kind.interfaces for kind in traced), tuple(kind.loss for kind in traced),
         tag,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fpipe
-import fpipe.running.calls
+import fpipe.running.plan_cache
 from common import layer, squared
 
 PARTS, WIDTH = 4, 6
@@ -137,13 +137,27 @@ def test_weights_may_come_from_a_side_input():
 
 
 def test_the_plans_of_many_signatures_are_let_go(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fpipe.running.calls, "KEPT", 6)
+    monkeypatch.setattr(fpipe.running.plan_cache, "KEPT", 6)
     params, x, _ = given(1)
     pipe = piped("GPipe", 1, group=fpipe.local(1), microbatches=1)
     for rows in (1, 2, 3, 4, 1, 5, 6, 7):
         pipe(params, x[:1].expand(rows, WIDTH))
     kept = [made.prepared.request.kinds[0][0].leaves[0].shape[0] for made in pipe.cache.plans.values()]
     assert sorted(kept) == [1, 3, 4, 5, 6, 7], "what was used last stays"
+
+
+def test_many_shapes_that_took_long_are_hinted_at_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fpipe.running.plan_cache, "HINT", 3)
+    monkeypatch.setattr(fpipe.running.plan_cache, "DEAR", 0.0)
+    params, x, _ = given(1)
+    pipe = piped("GPipe", 1, group=fpipe.local(1), microbatches=1)
+    for rows in (1, 2):
+        pipe(params, x[:1].expand(rows, WIDTH))
+    with pytest.warns(
+        UserWarning, match=r"plans for 3 kinds of arguments .* tracing [0-9.]+ s \([0-9]+ traces?\).*fpipe.pad.*dynamic"
+    ):
+        pipe(params, x[:1].expand(3, WIDTH))
+    pipe(params, x[:1].expand(4, WIDTH))
 
 
 def test_what_makes_no_sense_is_told():

@@ -318,3 +318,16 @@ def test_its_help_says_what_it_does():
 
     text = CliRunner().invoke(command, ["--help"]).output
     assert "file of costs" in text and "--model" in text
+
+
+def test_a_profile_shows_what_preparation_took():
+    pipe = fpipe.pipeline([lambda p, x: x * p] * 2, loss=lambda y: y.sum(), microbatches=2, group=fpipe.local(2))
+    step = fpipe.profile(fpipe.value_and_grad(pipe))
+    arguments = [torch.ones(())] * 2, torch.ones(4)
+    step(*arguments)
+    assert "preparation, in this process: tracing" in str(step)
+    assert step.prepared.traces == 3, "two stages and the loss"
+    assert step.prepared.tracing > step.prepared.lowering > 0
+    before = step.prepared
+    step(*arguments)
+    assert step.prepared == before, "a warm step prepares nothing"

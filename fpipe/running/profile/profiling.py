@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from functools import cached_property
 from os import PathLike, fspath
 from pathlib import Path
@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 from ...errors import FpipeError, StageError
+from ...programs.spent import Spent, measured
 from ...schedule import Schedule
 from ...schedules import pictures
 from ...schedules.actions import Action, Row
@@ -35,7 +36,8 @@ class Profile:
     def __init__(self, step: Callable[..., Any] | None = None, *, name: str = ""):
         self.step, self.name = step, name
         self.runs: list[tuple[Run, ...]] = []  # each by rank
-        self._open: list[tuple[AbstractContextManager[list[Log]], list[Log]]] = []
+        self.prepared = Spent()  # what this process spent to prepare plans
+        self._open: list[tuple[ExitStack, list[Log], list[Spent]]] = []
 
     # ---- recording ----------------------------------------------------------------------------------------------
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -46,13 +48,14 @@ class Profile:
             return self.step(*args, **kwargs)
 
     def __enter__(self) -> Profile:
-        context = recording()
-        self._open.append((context, context.__enter__()))
+        context = ExitStack()
+        self._open.append((context, context.enter_context(recording()), context.enter_context(measured())))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        context, logs = self._open.pop()
+        context, logs, parts = self._open.pop()
         context.__exit__(kind, *error)
+        self.prepared = sum(parts, self.prepared)
         if kind is None and logs:  # after an error other ranks may not call this
             local: dict[int, list[Run]] = {}
             for run in (log.run() for log in logs):
@@ -108,6 +111,7 @@ class Profile:
         lines = [head, "", table(self.costs), "", "rank " + " ".join(f"{name:>10}" for name in names) + "   (ms)"]
         for rank, part in enumerate(parts):
             lines.append(f"{rank:4d} " + " ".join(f"{1e3 * part.get(name, 0.0):10.3f}" for name in names))
+        lines += ["", f"preparation, in this process: {self.prepared}"] if self.prepared.seconds else []
         return "\n".join(lines)
 
 
