@@ -23,8 +23,8 @@ from ..tree import AbstractTree, Structure, Tree
 from .config import Config, check_seed
 from .debugging import debugging
 from .microbatches import Parts, count
-from .prepare import Kind, Mode, Request
 from .reduction import Weighted, Weights, weights
+from .request import Kind, Mode, Request
 
 #: A function of a microbatch's number, its output and, where there is a loss, what that returned.
 Each: TypeAlias = Callable[..., Any]

@@ -24,8 +24,8 @@ from ..stage import Elsewhere, Stage
 from ..tree import AbstractTree, Aval, Static
 from .absent import Absent
 from .config import Config
-from .prepare import Request
 from .reduction import Weighted
+from .request import Request
 
 #: Facts that are compared only where a rank has no plans and another has: ranks may differ in them from the start.
 _UNSHARED = ("the strides of x", "plans")

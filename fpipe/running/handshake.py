@@ -39,20 +39,28 @@ def agree(group: Group, facts: Facts, details: Callable[[str], str] = lambda fac
     """Raise MismatchError on every rank where facts differ between ranks; ``None`` is not compared.
 
     ``details`` returns a long form of a fact; it is called only where the fact differs. Returns ``more`` of every rank.
+    The facts themselves are sent only where their digests differ.
     """
     if alone(group):
         return [more]
     with timed("handshakes"):
-        gathered = group.gather_objects(("facts", dict(facts), more))
-    for rank, (what, *_) in enumerate(gathered):
+        answers = group.gather_objects(("facts", tag_of(facts), more))
+    for rank, (what, *_) in enumerate(answers):
         if what != "facts":
             raise MismatchError(f"rank {group.global_rank(rank)} builds a pipeline while others call one; {TOGETHER}")
-    found = Difference.of({rank: known for rank, (_, known, _) in enumerate(gathered)})
+    if len({digest for _, digest, _ in answers}) > 1:
+        _compare(group, facts, details)
+    return [each for *_, each in answers]
+
+
+def _compare(group: Group, facts: Facts, details: Callable[[str], str]) -> None:
+    """Raise MismatchError where facts that are known to two ranks differ."""
+    gathered = group.gather_objects(dict(facts))
+    found = Difference.of(dict(enumerate(gathered)))
     if found is not None:
         where = _difference(group.gather_objects(details(found.fact)), *found.ranks)
         names = [group.global_rank(rank) for rank in range(group.size)]
         raise MismatchError(f"{found.text(names, where)}. Nothing was sent")
-    return [each for *_, each in gathered]
 
 
 def _difference(texts: list[str], one: int, other: int) -> str:

@@ -31,8 +31,9 @@ from .config import Config, Loss, Outputs, ties
 from .derived import nested
 from .descriptions import described
 from .plan_cache import Cache
-from .prepare import Mode, Prepared
+from .prepare import Prepared
 from .reduction import Reduction
+from .request import Mode
 
 
 class Pipeline:

@@ -23,7 +23,9 @@ from .facts import facts, of_call, shared
 from .feed import Feeder
 from .handshake import agree, tag_of, together
 from .interfaces import tree_data, tree_from_data
-from .prepare import Prepared, Request, prepare
+from .prediction import SEEN
+from .prepare import Prepared, Ready, prepare, ready
+from .request import Request
 from .results import ResultLayout
 
 #: How many signatures' plans a pipeline caches; those of the least recent calls are dropped.
@@ -139,7 +141,7 @@ class Cache:
 
     def _prepared(self, call: Call) -> CachedPlans:
         """Announce a call without plans, compare it with the other ranks, and prepare its plans."""
-        config, number = call.config, 0
+        config, number, guess = call.config, 0, None
         self._agree(config)
         try:
             request = call.request(self.shares)
@@ -152,14 +154,22 @@ class Cache:
             number = config.group.enter(_NEW, dict, (described,))
             schedule = request.schedule
             details = lambda fact: str(schedule) if fact == "schedule" else ""
-            absent = agree(config.group, shared(described), details, call.absent)
+            guess = self._ready(config, request)
+            answers = agree(config.group, shared(described), details, (call.absent, guess and guess.word))
+            absent = [each for each, _ in answers]
             if any(absent):
                 request = self._completed(call, absent)
-                known = facts(config, request)
-                agree(config.group, shared(known))
+                known, guess = facts(config, request), self._ready(config, request)
+                answers = agree(config.group, shared(known), more=((), guess and guess.word))
+            if len({word for _, word in answers}) > 1:
+                guess = None
         # Two pipelines may be equal in all facts: each has plans that were prepared for a call of its own.
-        prepared = prepare(config, request, tag_of({**shared(known), "number": str(number)}))
+        prepared = prepare(config, request, tag_of({**shared(known), "number": str(number)}), guess)
         return CachedPlans(config, prepared, known, number, call.misplaced())
+
+    def _ready(self, config: Config, request: Request) -> Ready | None:
+        """The stages traced for the sizes to expect after the latest calls; the ranks confirm or discard it."""
+        return ready(config, request, [each.prepared for each in list(self.plans.values())[-SEEN:]])
 
     def _completed(self, call: Call, absent: Sequence[Sequence[str]]) -> Request:
         """The request of a call some of whose arguments only other processes have: these describe them."""

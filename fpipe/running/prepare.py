@@ -7,25 +7,25 @@ exchange the interfaces of stages between processes. Knows no values.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from .. import tree
+from ..collectives.data import encode
 from ..collectives.rendezvous import TRACING
-from ..errors import MismatchError, StageError
+from ..errors import FpipeError, MismatchError, StageError
 from ..plans.builder import sum_of
 from ..plans.collective_order import lower_together
 from ..plans.plan import LoweringInput, Plan, ProgramSet
-from ..plans.sharding import Layout
 from ..plans.value_graph import Interface, ValueGraph, spec_of
 from ..programs.losses import check_scalar, loss_stage
 from ..programs.spent import timed
 from ..programs.stage_programs import Programs
 from ..programs.trace_cache import Signature, programs_of
-from ..schedule import Schedule
 from ..stage import Stage
 from ..tree import AbstractTree, Aval, Spec
 from . import interfaces
@@ -33,34 +33,12 @@ from .config import Config, tied_leaves
 from .debugging import check
 from .handshake import together
 from .loop import Executable, bind
+from .prediction import Seen, expected
 from .progress import shown_late
+from .request import Kind, Request
 from .steps import Options
 
 _NOTHING = tree.flatten(None)[1]
-
-Mode: TypeAlias = Literal["grad", "forward", "vjp"]
-#: A kind of microbatch: x, the targets, and the side inputs by stage with those of the loss at the end.
-Kind: TypeAlias = tuple[AbstractTree, tuple[AbstractTree, ...], tuple[AbstractTree, ...]]
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the plans of a call depend on, beside the configuration.
-
-    ``params[s]`` is ``None`` where stage s is on another process. Microbatch m is of kind ``kinds[kind_of[m]]``.
-    """
-
-    mode: Mode
-    schedule: Schedule
-    params: tuple[AbstractTree | None, ...]
-    states: tuple[AbstractTree | None, ...]
-    kinds: tuple[Kind, ...]
-    kind_of: tuple[int, ...]
-    wants_dx: bool = False
-    layouts: Mapping[int, Layout] = field(default_factory=dict)  # by stage, where the pipeline has copies
-    each: bool = False  # outputs, and what the loss returns, go to a function of the caller
-    has_aux: bool = False
-    debug: bool = False  # results are checked for NaN
 
 
 @dataclass(frozen=True)
@@ -95,10 +73,13 @@ class Prepared:
         return y, loss.outputs.y.fill(rest)
 
 
-def prepare(config: Config, request: Request, tag: int) -> Prepared:
-    """Trace, exchange interfaces, lower and bind. ``tag`` identifies what the ranks agreed on before."""
+def prepare(config: Config, request: Request, tag: int, ready: Ready | None = None) -> Prepared:
+    """Trace, exchange interfaces, lower and bind. ``tag`` identifies what the ranks agreed on before.
+
+    ``ready``: what all ranks traced for the same expected interfaces.
+    """
     group, copies, schedule = config.group, config.copies, request.schedule
-    traced = _traced(config, request)
+    traced = ready.traced if ready else _traced(config, request)
     _check_patterns(config, traced[0].interfaces)
     tied, specs = _ties(config, request, traced[0].interfaces)
     inputs = {
@@ -159,6 +140,58 @@ class _Traced:
             return ValueGraph(self.interfaces, loss.dxs, takes, batch)
         dxs = tuple((f"dx{j}", a) if a is not None and a.grad else None for j, a in enumerate(y.tensors))
         return ValueGraph(self.interfaces, dxs, (True,) * len(y.leaves), batch, has_loss=False)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The stages of this process, traced for the interfaces that are expected of all stages."""
+
+    traced: list[_Traced]
+
+    @property
+    def word(self) -> str:
+        """The interfaces, as a digest: the expectation holds if that of every rank is the same."""
+        data = [[interfaces.as_data(each) for each in kind.interfaces] for kind in self.traced]
+        return hashlib.sha256(encode(data)).hexdigest()
+
+
+def ready(config: Config, request: Request, before: Sequence[Prepared]) -> Ready | None:
+    """The stages of this process, traced for the interfaces to expect after earlier calls; ``None``: expect nothing."""
+    seen = [
+        ((x, *targets), found) for each in before if each.request.mode == request.mode
+        for (x, targets, _), found in zip(each.request.kinds, each.interfaces, strict=True)
+    ]  # fmt: skip
+    if len(seen) < 2:
+        return None
+    try:
+        with shown_late("tracing") as note:
+            return Ready([_expected(config, request, kind, seen, note) for kind in request.kinds])
+    except (FpipeError, _UnexpectedError):
+        return None  # the exchange of interfaces, which follows, raises what is a mistake
+
+
+class _UnexpectedError(Exception):
+    """A stage has another interface than the one that was expected."""
+
+
+def _expected(
+    config: Config, request: Request, kind: Kind, seen: Sequence[Seen], note: Callable[[str], None]
+) -> _Traced:
+    """A kind of microbatch with the interfaces that are expected, and with the stages of this process."""
+    found = expected((kind[0], *kind[1]), seen)
+    if found is None:
+        raise _UnexpectedError
+    traced = _Traced(kind, found, each=request.each)
+    for stage, interface in enumerate(found):
+        if _ranks_here(config, request, stage):
+            note(f"stage {stage + 1} of {len(found)}")
+            unused = frozenset(j for j in interface.y.wanted if not interface.dys[j])
+            traced = _with_stage(config, request, traced, stage, unused)
+    traced = replace(traced, loss=_loss_programs(config, request, traced) if config.loss is not None else None)
+    lacking = request.mode != "forward" and traced.value_graph().lacking()
+    if traced.interfaces != found or lacking:
+        raise _UnexpectedError
+    return traced
 
 
 def _traced(config: Config, request: Request) -> list[_Traced]:
