@@ -39,6 +39,9 @@ class Costs:
     the next. Memory: ``saved`` bytes are held from F on; I leaves ``kept`` of them (default: all) for W, and W or B
     frees the rest. So F adds ``saved``, I adds ``kept - saved``, W adds ``-kept`` and B ``-saved``.
 
+    Microbatches may differ, one number for each: ``load`` multiplies the times of its actions, and ``size`` the bytes
+    that it saves, keeps and sends.
+
     >>> Costs(F=1, I=[1, 2], W=0.5)
     Costs(F=1.0, I=(1.0, 2.0), W=0.5)
     """
@@ -55,6 +58,8 @@ class Costs:
     receive: PerStage = 0.0
     saved: PerStage = 1.0
     kept: PerStage | None = None
+    load: float | Sequence[float] = 1.0
+    size: float | Sequence[float] = 1.0
     unit: str = ""  #: of time, for people
 
     def __post_init__(self) -> None:
@@ -145,23 +150,33 @@ class Costs:
         >>> Costs(comm=0.5, boundary=[10, 20], bandwidth=10).links(3)
         (1.5, 2.5)
         """
-        comm, size, width = (self.spread(name, stages - 1) for name in ("comm", "boundary", "bandwidth"))
-        return tuple(c + s / w for c, s, w in zip(comm, size, width, strict=True))
+        comm = self.spread("comm", stages - 1)
+        return tuple(c + t for c, t in zip(comm, self.transfers(stages), strict=True))
+
+    def transfers(self, stages: int) -> tuple[float, ...]:
+        """The part of ``links`` that grows with the size of a microbatch: bytes over bandwidth.
+
+        >>> Costs(comm=0.5, boundary=[10, 20], bandwidth=10).transfers(3)
+        (1.0, 2.0)
+        """
+        size, width = (self.spread(name, stages - 1) for name in ("boundary", "bandwidth"))
+        return tuple(s / w for s, w in zip(size, width, strict=True))
 
     def spread(self, name: str, count: int) -> tuple[float, ...]:
-        """The cost ``name`` for each of ``count`` stages, or boundaries between stages."""
+        """The cost ``name`` for each of ``count`` stages, boundaries between stages, or microbatches."""
         value = getattr(self, name)
         if not isinstance(value, tuple):
             return (value,) * count
         if len(value) != count:
-            things = "boundaries between stages" if name in _AT_BOUNDARIES else "stages"
+            things = _THINGS.get(name, "stages")
             what = f"{name} has {len(value)} numbers, but there are {count} {things}"
             raise _refuse(f"{what}; give one number, or {count}")
         return value
 
 
 _NUMBERS = tuple(f.name for f in fields(Costs) if f.name != "unit")
-_AT_BOUNDARIES = ("comm", "boundary", "bandwidth", "send", "receive")
+_THINGS = dict.fromkeys(("comm", "boundary", "bandwidth", "send", "receive"), "boundaries between stages")
+_THINGS |= dict.fromkeys(("load", "size"), "microbatches")
 _refuse = partial(ScheduleError, rule="costs")
 
 

@@ -29,6 +29,7 @@ class _Step(NamedTuple):
     length: float
     send: float
     provided: int  # offset of the first fact that it provides, the only one that other stages wait for
+    transfer: float  # the part of ``travel`` that a microbatch's size multiplies
 
 
 def simulate_rows(
@@ -49,6 +50,8 @@ def simulate_rows(
     steps = [by_path[placement.path_index(microbatch)] for microbatch in range(microbatches)]
     starts, ends, causes = (tuple(array(code) for _ in rows) for code in "ddq")
     carried: list[list[Carried]] = [[] for _ in rows]
+    load, size = (costs.spread(name, microbatches) for name in ("load", "size"))
+    larger = [factor - 1 for factor in size]
     arrivals = [0.0] * facts.size
     clocks = [0.0] * len(rows)
     overlap = costs.overlap if callable(costs.overlap) else costs.times(stages).get("overlap")
@@ -59,12 +62,13 @@ def simulate_rows(
             parts = (action,) if isinstance(action, Action) else action.parts
             waited, receive, length, send = -1, 0.0, 0.0, 0.0
             for stage, op, microbatch in parts:
-                need, travel, receives, takes, sends, _ = steps[microbatch][op][stage]
+                need, travel, receives, takes, sends, _, transfer = steps[microbatch][op][stage]
                 need += stage * microbatches + microbatch
-                if arrivals[need] + travel > clock:
-                    clock, waited = arrivals[need] + travel, need
+                arrival = arrivals[need] + travel + transfer * larger[microbatch]
+                if arrival > clock:
+                    clock, waited = arrival, need
                 receive += receives
-                length += takes
+                length += takes * load[microbatch]
                 send += sends
             clock += receive
             begin(clock)
@@ -80,7 +84,8 @@ def simulate_rows(
         clocks[rank] = clock
     memory, sizes = costs.memory(stages), costs.spread("boundary", stages - 1)
     links = tuple(map(tuple, carried))
-    return Timeline(rows, starts, ends, placement, microbatches, causes, memory, sizes, name, costs.unit, links)
+    figures = memory, sizes, name, costs.unit, links, size if larger.count(0.0) < microbatches else ()
+    return Timeline(rows, starts, ends, placement, microbatches, causes, *figures)
 
 
 def _overlapped(
@@ -98,7 +103,8 @@ def _overlapped(
 def _steps(facts: Facts, path: Sequence[int], costs: Costs) -> dict[str, tuple[_Step, ...]]:
     """op -> how it runs on each stage, for microbatches that take this path."""
     stages, table, times = facts.stages, facts.table, costs.times(facts.stages)
-    links, sending, receiving = costs.links(stages), *(costs.spread(way, stages - 1) for way in ("send", "receive"))
+    links, transfers = costs.links(stages), costs.transfers(stages)
+    sending, receiving = (costs.spread(way, stages - 1) for way in ("send", "receive"))
     users = {kind: -by for _, needed in RULE.values() for kind, by in needed if by}  # of a fact: offset of its user
 
     def over(each: Sequence[float], stage: int, by: int) -> float:
@@ -116,6 +122,7 @@ def _steps(facts: Facts, path: Sequence[int], costs: Costs) -> dict[str, tuple[_
             length=times[op][stage],
             send=over(sending, stage, user),
             provided=table[op][1][0],
+            transfer=over(transfers, stage, by),
         )
 
     return {op: tuple(step(op, stage) for stage in range(stages)) for op in RULE}

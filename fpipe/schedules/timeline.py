@@ -33,7 +33,7 @@ class Timeline:
     ``starts[rank][position]`` and ``ends`` are times; ``causes`` is the index of the fact (see ``dependencies.Facts``)
     whose arrival ended the rank's wait before that action, or -1 where it did not wait. ``memory[op]`` is what an
     action adds to what its rank holds, one number per stage; ``boundary`` is the bytes of a message between
-    a stage and the next.
+    a stage and the next. Both are multiplied by ``sizes`` of the microbatch, if these differ.
 
     >>> from fpipe.schedule import Schedule
     >>> t = Schedule.parse("[0F0, 0F1, 0B0, 0B1]\\n[1F0, 1B0, 1F1, 1B1]").simulate()
@@ -56,6 +56,7 @@ class Timeline:
     name: str = ""
     unit: str = ""  # of time; "" for that of the cost model
     carried: tuple[tuple[Carried, ...], ...] = ()  # by rank: what its link carries, if that was predicted
+    sizes: Sequence[float] = ()  # by microbatch, where they are not equal
 
     @classmethod
     def measured(
@@ -163,15 +164,16 @@ class Timeline:
         held = 0.0
         points: list[tuple[float, float]] = []
         for action, start, end in zip(self.rows[rank], self.starts[rank], self.ends[rank], strict=True):
-            deltas = [self._adds(part.op, part.stage) for part in action.parts]
+            deltas = [self._adds(*part) for part in action.parts]
             for time, delta in ((start, sum(d for d in deltas if d > 0)), (end, sum(d for d in deltas if d < 0))):
                 if delta:
                     held += delta
                     points.append((time, held))
         return tuple(points)
 
-    def _adds(self, op: str, stage: int) -> float:
-        return self.memory[op][stage] if self.memory else _ACTIVATIONS[op]
+    def _adds(self, stage: int, op: str, microbatch: int) -> float:
+        adds = self.memory[op][stage] if self.memory else _ACTIVATIONS[op]
+        return adds * self.sizes[microbatch] if self.sizes else adds
 
     # ---- messages -----------------------------------------------------------------------------------------------
     @cached_property
@@ -182,10 +184,11 @@ class Timeline:
     @cached_property
     def volume(self) -> float:
         """How many bytes pass between different ranks, by the costs' ``boundary``."""
-        return fsum(self.boundary[boundary] for boundary in self._crossings()) if self.boundary else 0.0
+        sizes = self.sizes or (1.0,) * self.microbatches
+        return fsum(self.boundary[at] * sizes[mb] for at, mb in self._crossings()) if self.boundary else 0.0
 
-    def _crossings(self) -> Iterator[int]:
-        """For each message the boundary that it crosses: s between stage s and stage s + 1."""
+    def _crossings(self) -> Iterator[tuple[int, int]]:
+        """For each message the boundary that it crosses, s between stage s and stage s + 1, and its microbatch."""
         steps = {op: {by for _, by in needed if by} for op, (_, needed) in RULE.items()}
         stages = self.placement.stages
         for row in self.rows:
@@ -194,7 +197,7 @@ class Timeline:
                     path = self.placement.path(microbatch)
                     for by in steps[op]:
                         if 0 <= stage + by < stages and path[stage + by] != path[stage]:
-                            yield min(stage, stage + by)
+                            yield min(stage, stage + by), microbatch
 
     # ---- causes -------------------------------------------------------------------------------------------------
     @cached_property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import pickle
 import random
@@ -358,3 +359,28 @@ def test_the_effort_for_an_action_does_not_grow_with_the_schedule(name: str, lim
         return lines(lambda: Schedule(schedule.rows).check().simulate()) / sum(map(len, schedule))
 
     assert effort(16) < min(limit, 1.1 * effort(4))
+
+
+# ---- microbatches that differ ---------------------------------------------------------------------------------------
+def test_the_load_of_a_microbatch_multiplies_its_times() -> None:
+    costs = Costs(F=1, I=1, W=1, load=[3, 1])
+    spans = [(str(span.action), span.start, span.end) for span in TWO.simulate(costs)]
+    assert spans == [
+        ("0F0", 0, 3), ("0F1", 3, 4), ("0B0", 12, 18), ("0B1", 18, 20),
+        ("1F0", 3, 6), ("1B0", 6, 12), ("1F1", 12, 13), ("1B1", 13, 15),
+    ]  # fmt: skip
+
+
+def test_the_size_of_a_microbatch_multiplies_its_bytes_and_its_message() -> None:
+    even = Costs(F=1, I=1, W=1, saved=10, comm=1, boundary=4, bandwidth=2)
+    t = TWO.simulate(dataclasses.replace(even, size=[1, 3]))
+    assert t.peak_bytes == (40, 30) and t.volume == 2 * 4 + 2 * 12
+    assert [span.start for span in t.of_rank(1)] == [4, 5, 9, 10]  # 1F0 after 1 + 1 + 2, 1F1 after 2 + 1 + 6
+    assert TWO.simulate(dataclasses.replace(even, size=[1, 1])) == TWO.simulate(even)
+
+
+def test_costs_of_microbatches_are_one_number_for_each() -> None:
+    with pytest.raises(ScheduleError, match="load has 3 numbers, but there are 2 microbatches"):
+        TWO.simulate(Costs(load=[1, 1, 2]))
+    costs = Costs(F=2, load=[1, 2], size=[3, 4])
+    assert Costs.from_json(costs.to_json()) == costs == Costs.parse("F=2,load=1:2,size=3:4")
