@@ -61,7 +61,7 @@ PACKAGES = {
     "interop": Entry(
         "other people's models, trainers, files",
         "plans",
-        "collectives errors generators running saving schedule stage tree",
+        "collectives errors generators running saving schedule stage transforms tree",
     ),
     "testing": Entry("fake groups, conformance suite", "schedules, programs", "collectives errors tree"),
     "command": Entry(
@@ -169,7 +169,7 @@ def test_no_regression():
     """Figures of the whole package that were reached once; ``python tests/helpers/structure.py`` prints them."""
     assert PACKAGE.levels <= 8
     assert PACKAGE.total("group_getattrs") == 0
-    assert len(PACKAGE.mutated_classes) <= 32  # two of them have the interface of torch.distributed.pipelining
+    assert len(PACKAGE.mutated_classes) <= 33  # three of them have interfaces of torch.distributed.pipelining and verl
     assert len(PACKAGE.long_functions) <= 4
     assert PACKAGE.total("ignores") <= 32
 

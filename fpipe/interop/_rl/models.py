@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of transformers for an engine: loaded, given adapters, and cut into stages.
+
+This module must not know trainers. transformers and peft are imported when they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import StageError
+from ...stage import Engine, Stage
+from .. import huggingface
+
+#: Keyword arguments of ``from_pretrained`` and the like.
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model as stages, with what exports need to know of it.
+
+    ``aliases`` are other names of a tied parameter by its first name. ``peft`` is the model with adapters around the
+    one that was cut, if there is one.
+    """
+
+    model: nn.Module
+    stages: list[Stage]
+    params: list[dict[str, torch.Tensor]]
+    aliases: Mapping[str, Sequence[str]]
+    cuts: Sequence[int] | None = None
+    peft: Any = None
+
+    @property
+    def moded(self) -> bool:
+        """Whether the model computes something else in training: whether it has dropout that is not 0."""
+        config = vars(self.model.config)
+        rates = [rate for name, rate in config.items() if "drop" in name and isinstance(rate, (int, float))]
+        return any(rate > 0 for rate in [*rates, *(m.p for m in self.model.modules() if isinstance(m, nn.Dropout))])
+
+    def without_adapters(self) -> list[Stage]:
+        """The stages with adapters switched off: they take the same parameters."""
+        if self.peft is None:
+            return self.stages
+        with self.peft.disable_adapter():
+            stages, _ = _cut(self.model, len(self.stages), self.cuts)
+        return [replace(other, frozen=stage.frozen) for stage, other in zip(self.stages, stages, strict=True)]
+
+
+def load(path: str, config: Any, dtype: torch.dtype, *, values: bool = False, attention: str, trust: bool) -> nn.Module:
+    """A causal language model, or one with a value for each token (``values``), on the host.
+
+    Args:
+        path: of the model's folder.
+        config: of the model.
+        dtype: of its parameters.
+        values: whether the head returns one value for each token.
+        attention: the implementation of attention.
+        trust: whether code in the folder may run.
+    """
+    import transformers
+
+    kind = transformers.AutoModelForTokenClassification if values else transformers.AutoModelForCausalLM
+    if values:
+        changes = {"num_labels": 1, "classifier_dropout": 0.0, "hidden_dropout": 0.0, "summary_dropout_prob": 0.0}
+        for name, value in changes.items():
+            setattr(config, name, value)
+    model = kind.from_pretrained(
+        path, config=config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust
+    )
+    return nn.Module.to(model, dtype).train()  # some parameters may have another dtype
+
+
+def with_adapters(model: nn.Module, options: Options, path: str | None = None) -> Any:
+    """The model with LoRA adapters: new ones with the options of ``LoraConfig``, or those in a folder."""
+    peft: Any = import_module("peft")
+    if path is not None:
+        return peft.PeftModel.from_pretrained(model, path, is_trainable=True)
+    found = peft.get_peft_model(model, peft.LoraConfig(task_type=peft.TaskType.CAUSAL_LM, bias="none", **options))
+    dtype = next(p.dtype for p in found.parameters() if not p.requires_grad)
+    for p in found.parameters():
+        if p.requires_grad:
+            p.data = p.data.to(dtype)
+    return found
+
+
+def cut(model: Any, n: int, *, cuts: Sequence[int] | None = None, engine: Engine | None = None, peft: Any = None,
+        checkpointing: bool = False) -> Cut:  # fmt: skip
+    """A model as ``n`` stages.
+
+    Args:
+        model: a causal language model, without the wrapper of adapters.
+        n: how many stages.
+        cuts: the layers that begin stages 1, 2, ..., instead of stages of like sizes.
+        engine: of the stages, where they name none themselves.
+        peft: the wrapper of adapters around the model.
+        checkpointing: whether layers are computed again in the backward.
+
+    Raises:
+        StageError: if the model cannot be cut so.
+    """
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    stages, params = _cut(model, n, cuts)
+    stages = [replace(stage, engine=stage.engine or engine) for stage in stages]
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    aliases = {first: others for first, *others in names.values() if others}
+    return Cut(model, stages, params, aliases, cuts, peft)
+
+
+def _cut(model: nn.Module, n: int, cuts: Sequence[int] | None) -> tuple[list[Stage], list[dict[str, torch.Tensor]]]:
+    if cuts is None:
+        return huggingface.stages(model, n)
+    if len(cuts) != n - 1:
+        raise StageError(f"cuts={list(cuts)} make {len(cuts) + 1} stages, and the schedule has {n}; give {n - 1} cuts")
+    return huggingface.stages(model, cuts=cuts)
+
+
+def scaling(model: Any) -> dict[str, float]:
+    """The factor of the adapters of each layer that has some, by the layer's name."""
+    return {name: module.scaling["default"] for name, module in model.named_modules() if hasattr(module, "lora_A")}

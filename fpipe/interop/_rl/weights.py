@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parameters of a pipeline as leaves of a torch optimizer: gradients, their norm, offload, and optimizer states.
+
+This module must not know models or trainers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import CheckpointError
+from ...running.pipeline import Pipeline
+from ...transforms import global_norm
+
+#: By stage, tensors by name; None for a stage of another process.
+ByStage: TypeAlias = list[dict[str, Any] | None]
+
+
+class Weights:
+    """Parameters of the stages here, which a torch optimizer changes in place.
+
+    Args:
+        pipe: the pipeline.
+        params: whole parameters of the stages here, on any device.
+        compute: the dtype in which the pipeline gets floating parameters, if not their own.
+
+    >>> import fpipe
+    >>> pipe = fpipe.pipeline([lambda p, x: x * p["w"]] * 2, loss=torch.sum, microbatches=1, group=fpipe.local(2))
+    >>> weights = Weights(pipe, [{"w": torch.ones(1)}, {"w": torch.ones(1)}])
+    >>> optimizer = torch.optim.SGD(weights.trained(), lr=0.1)
+    >>> weights.add_grads(fpipe.value_and_grad(pipe)(weights.for_call(), torch.ones(1))[1])
+    >>> round(weights.norm().item(), 4)
+    1.4142
+    >>> optimizer.step()
+    >>> weights.values()[1]
+    {'w': tensor([0.9000])}
+    """
+
+    def __init__(
+        self, pipe: Pipeline, params: Sequence[Mapping[str, Tensor] | None], compute: torch.dtype | None = None
+    ):
+        self.pipe, self.compute = pipe, compute
+        self.meta: ByStage = [None if row is None else {n: _empty(t) for n, t in row.items()} for row in params]
+        self.leaves: list[dict[str, nn.Parameter] | None] = []
+        shared: dict[str, nn.Parameter] = {}
+        for stage, row in enumerate(pipe.shard(list(params))):
+            self.leaves.append(None if row is None else self._leaves(stage, row, shared))
+
+    def _leaves(
+        self, stage: int, row: Mapping[str, Tensor], shared: dict[str, nn.Parameter]
+    ) -> dict[str, nn.Parameter]:
+        """The leaves of a stage. Tied parameters of stages here are one leaf, but with ``zero=``, as parts differ."""
+        ties = {} if self.pipe.parts else dict(self.pipe.config.functions[stage].ties)
+        found: dict[str, nn.Parameter] = {}
+        for (name, part), trained in zip(row.items(), self.pipe.config.trained(stage, row), strict=True):
+            leaf = nn.Parameter(part, requires_grad=trained and part.is_floating_point())
+            found[name] = shared.setdefault(ties[name], leaf) if name in ties else leaf
+        return found
+
+    def __iter__(self) -> Iterator[tuple[int, str, nn.Parameter]]:
+        for stage, row in enumerate(self.leaves):
+            for name, leaf in () if row is None else row.items():
+                yield stage, name, leaf
+
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer gets, a tied one of two stages here once."""
+        return list({leaf: None for _, _, leaf in self if leaf.requires_grad})
+
+    def values(self) -> ByStage:
+        """The parameters (with ``zero=``, the parts here), sharing memory with the leaves."""
+        return self._mapped(lambda leaf: leaf.detach())
+
+    def for_call(self) -> ByStage:
+        """The parameters for a call of the pipeline."""
+        narrow = lambda leaf: leaf.to(self.compute) if self.compute and leaf.is_floating_point() else leaf
+        return self._mapped(lambda leaf: narrow(leaf.detach()))
+
+    def _mapped(self, fn: Callable[[nn.Parameter], Any]) -> ByStage:
+        return [None if row is None else {name: fn(leaf) for name, leaf in row.items()} for row in self.leaves]
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
+    def add_grads(self, grads: Sequence[Mapping[str, Tensor | None] | None]) -> None:
+        """Add gradients, as ``fpipe.value_and_grad`` returns them, to ``.grad`` of the leaves."""
+        added = set[nn.Parameter]()  # a tied parameter has the sum over all of its stages in each
+        for stage, name, leaf in self:
+            row = grads[stage]
+            grad = None if row is None else row[name]
+            if grad is not None and leaf.requires_grad and leaf not in added:
+                added.add(leaf)
+                grad = grad.to(leaf.dtype)
+                leaf.grad = grad if leaf.grad is None else leaf.grad.add_(grad)
+
+    def norm(self) -> Tensor:
+        """The norm of all gradients of the model, on every process; every process calls it."""
+        return global_norm(self._mapped(lambda leaf: leaf.grad), over=self.pipe)
+
+    def scale_grads(self, factor: Tensor) -> None:
+        """Multiply the gradients here."""
+        grads = [leaf.grad for leaf in self.trained() if leaf.grad is not None]
+        if grads:
+            foreach: Any = torch
+            foreach._foreach_mul_(grads, factor.to(grads[0].device))
+
+    # ---- devices ------------------------------------------------------------------------------------------------
+    def move(self, device: torch.device, optimizer: torch.optim.Optimizer | None, model: bool, grad: bool) -> None:
+        """Move parameters, gradients, and states of the optimizer."""
+        for _, _, leaf in self if model else ():
+            held = leaf.grad
+            leaf.grad = None  # a gradient must be where its parameter is
+            leaf.data = leaf.data.to(device, non_blocking=True)
+            leaf.grad = held if held is None else held.to(device if grad else leaf.device, non_blocking=True)
+        for state in () if optimizer is None else optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim():
+                    state[key] = value.to(device, non_blocking=True)
+        if device.type == "cpu" and torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+    def load(self, values: Sequence[Mapping[str, Tensor] | None]) -> None:
+        """Copy values into the leaves."""
+        with torch.no_grad():
+            for stage, name, leaf in self:
+                row = values[stage]
+                assert row is not None
+                leaf.copy_(row[name])
+
+    def state_of(self, optimizer: torch.optim.Optimizer) -> ByStage:
+        """What an optimizer holds, by stage and leaf: a dict each, for ``fpipe.save``.
+
+        Raises:
+            CheckpointError: if it holds tensors of other shapes than the parameters.
+        """
+        for stage, name, leaf in self:
+            for key, value in optimizer.state.get(leaf, {}).items():
+                if isinstance(value, Tensor) and value.dim() and value.shape != leaf.shape:
+                    raise CheckpointError(
+                        f"{type(optimizer).__name__} holds {key!r} of shape {list(value.shape)} for {name!r} of stage "
+                        f"{stage}, which has {list(leaf.shape)}; only states of the parameters' shapes can be saved"
+                    )
+        return self._mapped(lambda leaf: {k: _plain(v) for k, v in optimizer.state.get(leaf, {}).items()})
+
+    def load_state(self, optimizer: torch.optim.Optimizer, states: ByStage) -> None:
+        """The inverse of ``state_of``; numbers become tensors again where torch's optimizers have such."""
+        for stage, name, leaf in self:
+            row = states[stage]
+            if row is not None and row[name] and leaf.requires_grad:
+                optimizer.state[leaf] = {
+                    key: torch.tensor(value) if isinstance(value, float) else value for key, value in row[name].items()
+                }
+
+
+def _plain(value: Any) -> Any:
+    """A tensor of one number as the number: the same in all processes, and of no shape of a parameter."""
+    return float(value) if isinstance(value, Tensor) and not value.dim() else value
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of the engine as verl's configurations are; ``engine/fpipe.yaml`` documents each of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from ...errors import StageError
+
+configs: Any = import_module("verl.workers.config")
+
+DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
+          "float16": torch.float16, "fp16": torch.float16}  # fmt: skip
+
+
+@dataclass
+class FpipeEngineConfig(configs.EngineConfig):
+    """The options of the engine; ``engine/fpipe.yaml`` documents each."""
+
+    strategy: str = "fpipe"
+    pipeline_parallel_size: int = -1
+    schedule: str = "1F1B"
+    stages: int | None = None
+    cuts: list[int] | None = None
+    zero: int = 0
+    unsharded: int = 2
+    bucket_bytes: int = 1 << 25
+    reduce_dtype: str | None = None
+    model_dtype: str = "fp32"
+    dtype: str = "bfloat16"
+    attn_implementation: str = "sdpa"
+    trace: bool = True
+    compile: str | None = None
+    overlap: str = "weave"
+    min_microbatches: int | None = None
+    pad_to_length: bool = False
+    pad_to_length_bucket: int = 1024
+    pad_uniform: bool = False
+    logits_chunk_size: int = 1024
+    outputs: str = "last"
+    export_bucket_bytes: int = 1 << 28
+    override: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check what verl would not."""
+        super().__post_init__()
+        for name in ("dtype", "model_dtype", "reduce_dtype"):
+            if getattr(self, name) not in (*DTYPES, *([None] if name == "reduce_dtype" else [])):
+                raise StageError(f"engine.{name}={getattr(self, name)!r}; give one of {', '.join(DTYPES)}")
+        if self.outputs not in ("last", "zeros"):
+            raise StageError(f"engine.outputs={self.outputs!r}; give 'last' or 'zeros'")

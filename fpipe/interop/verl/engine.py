@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's engine on a pipeline of fpipe, for language models and for value models."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from ...collectives.setup import adopt
+from ...errors import ScheduleError, StageError, UnsupportedError
+from ...generators import make_schedule
+from ...running.microbatches import Microbatches
+from ...running.pipeline import Pipeline, pipeline, value_and_grad
+from ...stage import Stage
+from .._rl import checkpoints, exports, models
+from .._rl.sequences import Tokens, longest, padded_lengths, tokens_of
+from .._rl.weights import Weights
+from .config import DTYPES
+from .losses import Batch, Loss, check, like
+
+base: Any = import_module("verl.workers.engine.base")
+engines: Any = import_module("verl.workers.engine.utils")
+tensordicts: Any = import_module("verl.utils.tensordict_utils")
+devices: Any = import_module("verl.utils.device")
+optimizers: Any = import_module("verl.workers.config.optimizer")
+functional: Any = import_module("verl.utils.torch_functional")
+
+#: The types of devices for which the engine is registered.
+DEVICES = ["cpu", "cuda", "npu", "xpu"]
+
+
+class _Mode(base.BaseEngineCtx):
+    """Training or evaluation; verl's base class moves parameters from the host and back."""
+
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+        if self.mode == "train" and (self.zero_grad_on_exit or kind is not None):
+            self.engine.optimizer_zero_grad()
+        super().__exit__(kind, value, trace)
+
+
+class FpipeEngine(base.BaseEngine):
+    """verl's engine on a pipeline of fpipe."""
+
+    values = False
+
+    def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any):
+        super().__init__()
+        self.model_config, self.engine_config = model_config, engine_config
+        self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
+        self.mode: str | None = None
+        config, world = engine_config, dist.get_world_size()
+        _refuse(model_config)
+        pp = world if config.pipeline_parallel_size == -1 else config.pipeline_parallel_size
+        if pp < 1 or world % pp:
+            raise StageError(f"engine.pipeline_parallel_size={pp} does not divide the {world} processes; change one")
+        self.kind = devices.get_device_name()
+        self.mesh = init_device_mesh(self.kind, (world // pp, pp), mesh_dim_names=("dp", "pp"))
+        self.group = adopt(self.mesh["pp"], self.kind)
+        self.copies = adopt(self.mesh["dp"], self.kind, purpose="dp") if world > pp else None
+        self.schedule = make_schedule(config.schedule, ranks=pp, microbatches=2 * pp, stages=config.stages)
+        self.device = self.group.device(self.group.here[0])
+        self.saved: list[str] = []
+
+    @property
+    def is_param_offload_enabled(self) -> bool:
+        """Whether parameters are on the host between phases."""
+        return self.engine_config.param_offload
+
+    @property
+    def is_optimizer_offload_enabled(self) -> bool:
+        """Whether states of the optimizer are on the host between phases."""
+        return self.engine_config.optimizer_offload
+
+    # ---- the model ----------------------------------------------------------------------------------------------
+    def initialize(self) -> None:
+        """Load the model, cut it, and build pipeline, optimizer and learning rate scheduler."""
+        config = self.engine_config
+        if config.full_determinism:
+            engines.enable_full_determinism(seed=config.seed)
+        self.cut = self._cut()
+        self.loss = Loss(self.values, config.logits_chunk_size, self.get_data_parallel_group(), self.device)
+        self.pipe = self._pipeline(self.cut.stages)
+        params = self.pipe.place(self.cut.params)
+        compute = DTYPES[config.dtype]
+        self.weights = Weights(self.pipe, params, None if compute == DTYPES[config.model_dtype] else compute)
+        self.cut.model.to("meta")  # the stages here have their parameters
+        self.steps, self.adapted = 0, True
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.scheduler: Any = None
+        if not config.forward_only:
+            optimizer = optimizers.build_optimizer(self.weights.trained(), self.optimizer_config)
+            self.optimizer, self.scheduler = optimizer, _scheduler(optimizer, self.optimizer_config)
+        self.to("cpu", model=config.param_offload, optimizer=config.optimizer_offload, grad=config.param_offload)
+
+    def _cut(self) -> models.Cut:
+        config, model = self.engine_config, self.model_config
+        torch.manual_seed(config.seed)  # what the files do not have must be alike on all processes
+        module = models.load(
+            model.local_path, model.hf_config, DTYPES[config.model_dtype], values=self.values,
+            attention=config.attn_implementation, trust=model.trust_remote_code,
+        )  # fmt: skip
+        wrapper = None
+        if model.lora_rank > 0:
+            names = ("target_modules", "target_parameters", "exclude_modules")
+            to_python = import_module("verl.utils.py_functional").convert_to_regular_types
+            options = {name: to_python(model.get(name)) for name in names}
+            options |= {"r": model.lora_rank, "lora_alpha": model.lora_alpha}
+            wrapper = models.with_adapters(module, options, model.get("lora_adapter_path"))
+        return models.cut(
+            module, self.schedule.stages, cuts=config.cuts, engine=None if config.trace else "eager", peft=wrapper,
+            checkpointing=model.enable_gradient_checkpointing,
+        )  # fmt: skip
+
+    def _pipeline(self, stages: Sequence[Stage]) -> Pipeline:
+        config = self.engine_config
+        options: dict[str, Any] = {"reduction": "sum", "overlap": config.overlap, "compile": config.compile}
+        if config.dtype != config.model_dtype:
+            options["accumulate"] = torch.float32
+        if self.copies is not None:
+            options |= {"dp": self.copies, "zero": config.zero, "dp_reduction": "mean", "unsharded": config.unsharded,
+                        "bucket_bytes": config.bucket_bytes}  # fmt: skip
+            options |= {} if config.reduce_dtype is None else {"reduce_dtype": DTYPES[config.reduce_dtype]}
+        loss = Stage(self.loss, engine="eager", like=like, name="loss")
+        return pipeline(list(stages), config.schedule, loss=loss, group=self.group, **options, **config.override)
+
+    @cached_property
+    def _reference(self) -> Pipeline:
+        """The pipeline without adapters."""
+        pipe = self._pipeline(self.cut.without_adapters())
+        pipe.shard(self.weights.meta)
+        return pipe
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """Run the model without its LoRA adapters."""
+        self.adapted = False
+        try:
+            yield
+        finally:
+            self.adapted = True
+
+    def train_mode(self, **keywords: Any) -> Any:
+        """A context in which the engine trains."""
+        return _Mode(self, "train", **keywords)
+
+    def eval_mode(self, **keywords: Any) -> Any:
+        """A context in which the engine evaluates."""
+        return _Mode(self, "eval", **keywords)
+
+    # ---- steps --------------------------------------------------------------------------------------------------
+    def forward_backward_batch(self, data: Any, loss_function: Callable | None, forward_only: bool = False) -> Any:
+        """Run a batch: losses, metrics and outputs of its sequences, and without ``forward_only`` gradients."""
+        get = lambda key, default: tensordicts.get_non_tensor_data(data=data, key=key, default=default)
+        check(data)
+        group = self.get_data_parallel_group()
+        tokens = data["loss_mask"].sum().to(self.device)
+        dist.all_reduce(tokens, group=group)
+        shared = {"sp_size": 1, "batch_num_tokens": tokens.item(), "dp_size": self.get_data_parallel_size()}
+        tensordicts.assign_non_tensor(data, **shared)
+        batches, indices = engines.prepare_micro_batches(
+            data=data, dp_group=group, same_micro_num_in_dp=True, min_num_micro_batch=self._least
+        )
+        keep_outputs = forward_only or get("return_model_output", False)
+        batch = Batch(batches, self._tokens(batches), loss_function, keep_outputs)
+        with batch.current():
+            rows = self._run(batch.tokens, forward_only)
+        if rows is None:
+            rows = self.loss.zeros(batch) if self.engine_config.outputs == "zeros" and keep_outputs else []
+        return engines.postprocess_batch_func(output_lst=rows, indices=indices, data=data)
+
+    @cached_property
+    def _least(self) -> int | None:
+        """The smallest number of microbatches that the schedule can run."""
+        for number in range(self.engine_config.min_microbatches or 1, 4 * self.group.size + 1):
+            try:
+                self.pipe.schedule(number)
+            except ScheduleError:
+                continue
+            return number
+        return self.engine_config.min_microbatches
+
+    def _tokens(self, batches: Sequence[Any]) -> list[Tokens]:
+        config = self.engine_config
+        get = lambda batch, key, default: tensordicts.get_non_tensor_data(data=batch, key=key, default=default)
+        packed = get(batches[0], "use_remove_padding", True)
+        lengths = [longest(batch["input_ids"], packed) for batch in batches]
+        padded = padded_lengths(
+            lengths, config.pad_to_length_bucket if config.pad_to_length else 1, uniform=config.pad_uniform
+        )
+        return [
+            tokens_of(
+                batch["input_ids"].to(self.device), batch["position_ids"].to(self.device), batch["temperature"],
+                packed=packed, length=length, pad_token=get(batch, "pad_token_id", 0) or 0,
+            )
+            for batch, length in zip(batches, padded, strict=True)
+        ]  # fmt: skip
+
+    def _run(self, tokens: Sequence[Tokens], forward_only: bool) -> list[Any] | None:
+        pipe = self.pipe if self.adapted or self.cut.peft is None else self._reference
+        if self.cut.moded:
+            pipe = pipe.train(not forward_only and self.mode != "eval")
+        x = Microbatches([one.input_ids for one in tokens])
+        side: dict[str, Any] = {"position_ids": Microbatches([one.position_ids for one in tokens])}
+        if tokens[0].attention_mask is not None:
+            side["attention_mask"] = Microbatches([one.attention_mask for one in tokens])
+        numbers = Microbatches([torch.tensor(n) for n in range(len(tokens))])
+        each = lambda number, logits, out: out[1].content
+        if forward_only:
+            with torch.no_grad():
+                _, rows = pipe(self.weights.for_call(), x, numbers, has_aux=True, each=each, **side)
+            return rows
+        seed = self.engine_config.seed * 1_000_003 + self.steps if self.cut.moded else None
+        self.steps += 1
+        step = value_and_grad(pipe, has_aux=True, each=each)
+        (_, rows), grads = step(self.weights.for_call(), x, numbers, seed=seed, **side)
+        self.weights.add_grads(grads)
+        return rows
+
+    # ---- the optimizer ------------------------------------------------------------------------------------------
+    def optimizer_zero_grad(self) -> None:
+        """Forget the gradients."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def optimizer_step(self) -> float:
+        """Clip the gradients and update the parameters, unless the norm is not finite; the norm before clipping."""
+        norm = self.weights.norm()
+        if not torch.isfinite(norm):
+            print(f"WARN: grad_norm is not finite: {norm}")
+            self.optimizer_zero_grad()
+            return norm.item()
+        clip = self.optimizer_config.clip_grad
+        if clip is not None and clip > 0:
+            self.weights.scale_grads((clip / (norm + 1e-6)).clamp(max=1.0))
+        assert self.optimizer is not None, "forward_only engines have no optimizer"
+        self.optimizer.step()
+        return norm.item()
+
+    def lr_scheduler_step(self) -> float:
+        """Advance the learning rate scheduler; the new learning rate."""
+        self.scheduler.step()
+        return self.scheduler.get_last_lr()[0]
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Move parameters, states of the optimizer and gradients to the host ("cpu") or back to the device."""
+        super().to(device=device, model=model, optimizer=optimizer, grad=grad)
+        target = torch.device("cpu") if device == "cpu" else self.device
+        self.weights.move(target, self.optimizer if optimizer else None, model, grad)
+
+    # ---- groups -------------------------------------------------------------------------------------------------
+    def get_data_parallel_rank(self) -> int:
+        """The number of this copy of the pipeline."""
+        return self.mesh.get_local_rank("dp")
+
+    def get_data_parallel_size(self) -> int:
+        """How many copies of the pipeline there are."""
+        return self.mesh.size(0)
+
+    def get_data_parallel_group(self) -> Any:
+        """The process group of the copies of this rank."""
+        return self.mesh.get_group("dp")
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        """Whether this rank has losses and outputs."""
+        return self.schedule.output_rank in self.group.here
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+    def get_per_tensor_param(
+        self, layered_summon: bool = False, base_sync_done: bool = False, **keywords: Any
+    ) -> tuple[Iterator[tuple[str, torch.Tensor]], dict[str, Any] | None]:
+        """All parameters by their names in the model, whole and in one order on all ranks, and the adapters' options.
+
+        With adapters that are not to be merged (``lora.merge``): first the model below them, and after
+        ``base_sync_done`` the adapters.
+        """
+        named = exports.exported(
+            self.pipe, self.weights.values(), self.cut.aliases, self.engine_config.export_bucket_bytes
+        )
+        peft = self.cut.peft
+        if peft is None:
+            unfused = import_module("verl.workers.engine.fsdp.utils").unfuse_moe_params
+            return unfused(self._on_device(named), self.model_config.hf_config.model_type), None
+        if self.model_config.lora.get("merge", False):
+            return self._on_device(exports.with_merged_adapters(named, models.scaling(self.cut.model))), None
+        named = exports.adapters(named) if base_sync_done else exports.without_adapters(named)
+        return self._on_device(named), peft.peft_config["default"].to_dict()
+
+    def _on_device(self, named: exports.Named) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, tensor.to(self.device, non_blocking=True)) for name, tensor in named)
+
+    def save_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0,
+        max_ckpt_to_keep: int | None = None, **keywords: Any,
+    ) -> None:  # fmt: skip
+        """Write a checkpoint that any other number of processes and any other schedule can load."""
+        first, contents = dist.get_rank() == 0, self.checkpoint_config.save_contents
+        if first:
+            Path(local_path).mkdir(parents=True, exist_ok=True)
+            checkpoints.remove(local_path)
+        dist.barrier()
+        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
+        more = {"steps": self.steps, "global_step": global_step, "lr": _numbers(scheduler)}
+        checkpoints.save(local_path, self.weights, self.optimizer if "optimizer" in contents else None, more)
+        if first:
+            self._write_configuration(Path(local_path, "huggingface"), local_path if "hf_model" in contents else None)
+            self._forget(local_path, max_ckpt_to_keep)
+        dist.barrier()
+
+    def _write_configuration(self, folder: Path, weights_of: str | None) -> None:
+        """The model's configuration and tokenizer, and its weights if wanted."""
+        if weights_of is not None:
+            checkpoints.write_model(weights_of, folder)
+        processor = self.model_config.get_processor()
+        for each in (self.model_config.hf_config, processor, self.model_config.generation_config):
+            if each is not None:
+                each.save_pretrained(folder)
+
+    def _forget(self, path: str, most: int | None) -> None:
+        """Remove checkpoints that this run wrote before the last ones."""
+        self.saved = [*(each for each in self.saved if each != path), path]
+        while most is not None and most > 0 and len(self.saved) > most:
+            shutil.rmtree(self.saved.pop(0), ignore_errors=True)
+
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True, **keywords: Any
+    ) -> None:
+        """Read a checkpoint."""
+        if local_path is None:
+            return
+        more = checkpoints.load(local_path, self.weights, self.optimizer, self.checkpoint_config.load_contents)
+        if "extra" in self.checkpoint_config.load_contents:
+            self.steps = more["steps"]
+            if self.scheduler is not None and more["lr"]:
+                self.scheduler.load_state_dict(more["lr"])
+        dist.barrier()
+        if del_local_after_load and dist.get_rank() == 0:
+            shutil.rmtree(local_path, ignore_errors=True)
+        config = self.engine_config
+        self.to("cpu", model=config.param_offload, optimizer=config.optimizer_offload, grad=config.param_offload)
+
+
+class FpipeValueEngine(FpipeEngine):
+    """The engine for models with one value for each token."""
+
+    values = True
+
+
+def register() -> None:
+    """Tell verl of the engine."""
+    for kind, engine in (("language_model", FpipeEngine), ("value_model", FpipeValueEngine)):
+        base.EngineRegistry.register(model_type=kind, backend="fpipe", device=DEVICES)(engine)
+
+
+def _refuse(model_config: Any) -> None:
+    """Options of verl's model configuration that other engines have, and this one does not."""
+    for name, remedy in {"use_liger": "fpipe fuses what torch.compile fuses: engine.compile=inductor"}.items():
+        if model_config.get(name, False):
+            raise UnsupportedError(f"model.{name} is not supported by engine=fpipe; {remedy}")
+
+
+def _numbers(state: dict[str, Any] | None) -> dict[str, Any]:
+    """What of a scheduler's state can be stored: not its functions."""
+    kept = (bool, int, float, str)
+    plain = lambda value: (
+        isinstance(value, kept) or (isinstance(value, list) and all(isinstance(v, kept) for v in value))
+    )
+    return {key: value for key, value in (state or {}).items() if plain(value)}
+
+
+def _scheduler(optimizer: torch.optim.Optimizer, config: Any) -> Any:
+    """verl's learning rate scheduler for an optimizer."""
+    total, warmup = config.total_training_steps, config.lr_warmup_steps
+    if warmup is None or warmup <= 0:
+        warmup = int(config.lr_warmup_steps_ratio * total)
+    kind = config.get("lr_scheduler_type", "constant")
+    if kind == "constant":
+        return functional.get_constant_schedule_with_warmup(optimizer=optimizer, num_warmup_steps=warmup)
+    if kind == "cosine":
+        return functional.get_cosine_schedule_with_warmup(
+            optimizer=optimizer, num_warmup_steps=warmup, num_training_steps=total, min_lr_ratio=config.min_lr_ratio,
+            num_cycles=config.num_cycles, zero_indexed_step=config.zero_indexed_step,
+        )  # fmt: skip
+    raise UnsupportedError(f"optim.lr_scheduler_type={kind!r}; give 'constant' or 'cosine'")

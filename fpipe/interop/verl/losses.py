@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loss function of verl as the loss of a pipeline: logits become log-probabilities or values, then verl is called.
+
+It runs on autograd, so that loss functions may return any metrics and look at numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import UnsupportedError
+from .._rl.heads import scores
+from .._rl.sequences import Tokens
+
+tensordicts: Any = import_module("verl.utils.tensordict_utils")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What verl wants to know of a microbatch; of no type that pytrees look into."""
+
+    content: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The microbatches of a call, as verl and as the model have them, and verl's loss function.
+
+    Without a function outputs alone are computed.
+    """
+
+    parts: Sequence[Any]
+    tokens: Sequence[Tokens]
+    function: Callable[..., Any] | None
+    keep_outputs: bool
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """A context in which losses are those of this batch."""
+        token = _CURRENT.set(self)
+        try:
+            yield
+        finally:
+            _CURRENT.reset(token)
+
+
+_CURRENT: ContextVar[Batch] = ContextVar("_CURRENT")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss of a pipeline: of logits, and the number of their microbatch in the current batch.
+
+    Args:
+        values: whether the logits are values of a value model.
+        chunk: rows of logits that are converted at a time.
+        group: the process group of the copies, for verl.
+        device: of the logits.
+    """
+
+    values: bool
+    chunk: int
+    group: Any
+    device: torch.device
+
+    def __call__(self, logits: Tensor, number: Tensor) -> tuple[Tensor, Row]:
+        """The loss of a microbatch, and what verl wants to know of it."""
+        call, index = _CURRENT.get(), int(number)
+        batch = call.parts[index].to(self.device)
+        outputs = self._outputs(logits, call.tokens[index], batch)
+        loss, metrics = logits.new_ones((), dtype=torch.float32), {}
+        if call.function is not None:
+            loss, metrics = call.function(model_output=outputs, data=batch, dp_group=self.group)
+        content = {"loss": loss.detach().item(), "metrics": metrics}
+        if call.keep_outputs:
+            content["model_output"] = {name: value.detach() for name, value in outputs.items()}
+        return loss.to(_wide(logits)), Row(content)
+
+    def _outputs(self, logits: Tensor, tokens: Tokens, batch: Any) -> dict[str, Tensor]:
+        """Nested tensors by verl's names."""
+        if self.values:
+            return {"values": tokens.nested(logits.squeeze(-1).to(_wide(logits)))}
+        found = scores(
+            logits, tokens.labels, tokens.temperature, chunk=self.chunk, entropy=_asked(batch, "calculate_entropy"),
+            squares=_asked(batch, "calculate_sum_pi_squared"),
+        )  # fmt: skip
+        named = {"log_probs": found.log_probs, "entropy": found.entropy, "sum_pi_squared": found.squares}
+        return {name: tokens.nested(value) for name, value in named.items() if value is not None}
+
+    def zeros(self, call: Batch) -> list[dict[str, Any]]:
+        """Outputs of zeros, for a rank that does not have the real ones."""
+        return [{"model_output": self._zeros(*pair)} for pair in zip(call.tokens, call.parts, strict=True)]
+
+    def _zeros(self, tokens: Tokens, batch: Any) -> dict[str, Tensor]:
+        names = ["values"] if self.values else ["log_probs"]
+        for name, flag in {"entropy": "calculate_entropy", "sum_pi_squared": "calculate_sum_pi_squared"}.items():
+            names += [name] if not self.values and _asked(batch, flag) else []
+        zeros = torch.zeros(tokens.input_ids.shape, device=tokens.input_ids.device)
+        return {name: tokens.nested(zeros) for name in names}
+
+
+def like(logits: Tensor, number: Tensor) -> tuple[Tensor, None]:
+    """What a loss returns: a number in float32 at least, and anything."""
+    return logits.sum().to(_wide(logits)), None
+
+
+def check(data: Any) -> None:
+    """Raise UnsupportedError for what a batch asks and this engine does not compute."""
+    if _asked(data, "distillation_use_topk"):
+        raise UnsupportedError("distillation from the top of a teacher's logits is not supported by engine=fpipe")
+
+
+def _asked(batch: Any, name: str) -> bool:
+    return bool(tensordicts.get_non_tensor_data(data=batch, key=name, default=False))
+
+
+def _wide(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
