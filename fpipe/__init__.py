@@ -29,6 +29,7 @@ _TABLE = {
     "interop.modules": "from_module to_module",
     "plans.weaving.segments": "segment",
     "programs.stage_programs": "Programs",
+    "programs.stored.folder": "cache",
     "programs.trace_cache": "trace",
     "running.absent": "elsewhere",
     "running.debugging": "debug",
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
     from .interop.modules import to_module as to_module
     from .plans.weaving.segments import segment as segment
     from .programs.stage_programs import Programs as Programs
+    from .programs.stored.folder import cache as cache
     from .programs.trace_cache import trace as trace
     from .running.absent import elsewhere as elsewhere
     from .running.debugging import debug as debug

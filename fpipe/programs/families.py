@@ -29,7 +29,7 @@ KEPT = 8
 SEEN = 4
 
 
-class _Axis(NamedTuple):
+class Axis(NamedTuple):
     """An axis of an input with a symbol for its size, or for its stride where the memory has gaps."""
 
     argument: int
@@ -39,7 +39,7 @@ class _Axis(NamedTuple):
 
 
 #: Axes whose size is one symbol.
-Axes: TypeAlias = tuple[_Axis, ...]
+Axes: TypeAlias = tuple[Axis, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ class Families:
 
         Two sizes of one ``occasion``, such as those of an uneven batch, are not worth a symbolic trace.
         """
-        saw = replace(self, seen=(*self.seen[1 - SEEN :], signature), occasion=occasion)
+        saw = self.saw(signature, occasion)
         once = len(self.seen) == 1 and occasion is not None and occasion is self.occasion
         if stage.dynamic is False or self.fault or (not stage.dynamic and (not self.seen or once)):
             return saw
@@ -109,6 +109,10 @@ class Families:
             else:
                 return saw if family is None else replace(saw, families=(*self.families[1 - KEPT :], family))
         return replace(saw, fault=faults[0])
+
+    def saw(self, signature: Signature, occasion: object) -> Families:
+        """With one more signature among the latest."""
+        return replace(self, seen=(*self.seen[1 - SEEN :], signature), occasion=occasion)
 
     def warn(self, stage: Stage) -> None:
         """Warn that every size is traced."""
@@ -134,17 +138,17 @@ def _traced(stage: Stage, signature: Signature, unused: frozenset[int], axes: Se
 
 
 # ---- which sizes are symbols -----------------------------------------------------------------------------------------
-def _size(signature: Signature, place: _Axis) -> int:
+def _size(signature: Signature, place: Axis) -> int:
     aval = signature[place.argument].avals[place.leaf]
     return (aval.stride if place.stride else aval.shape)[place.axis]
 
 
-def _places(signature: Signature, strides: bool = False) -> list[_Axis]:
+def _places(signature: Signature, strides: bool = False) -> list[Axis]:
     """The axes of the input, the side inputs and the state; with ``strides`` also those of tensors with gaps."""
     leaves = [(argument, leaf, aval) for argument in (1, 2, 3) for leaf, aval in signature[argument].avals.items()]
-    places = [_Axis(argument, leaf, axis) for argument, leaf, aval in leaves for axis in range(len(aval.shape))]
+    places = [Axis(argument, leaf, axis) for argument, leaf, aval in leaves for axis in range(len(aval.shape))]
     gaps = [leaf for leaf in leaves if strides and _has_gaps(leaf[2])]
-    return places + [_Axis(argument, leaf, n, True) for argument, leaf, aval in gaps for n in range(len(aval.shape))]
+    return places + [Axis(argument, leaf, n, True) for argument, leaf, aval in gaps for n in range(len(aval.shape))]
 
 
 def _has_gaps(aval: Aval) -> bool:
@@ -153,7 +157,7 @@ def _has_gaps(aval: Aval) -> bool:
 
 def _varied(signature: Signature, seen: Sequence[Signature]) -> list[Axes]:
     """The axes whose size is not what it was; those that were always of one size together."""
-    found: dict[tuple[int, ...], list[_Axis]] = {}
+    found: dict[tuple[int, ...], list[Axis]] = {}
     for place in _places(signature, strides=True) if seen else ():
         alike = [each for each in seen if not place.stride or _has_gaps(each[place.argument].avals[place.leaf])]
         sizes = tuple(_size(each, place) for each in (*alike, signature))
@@ -162,21 +166,21 @@ def _varied(signature: Signature, seen: Sequence[Signature]) -> list[Axes]:
     return list(map(tuple, found.values()))
 
 
-def _others(signature: Signature, named: Sequence[_Axis], varied: Sequence[Axes]) -> list[Axes]:
+def _others(signature: Signature, named: Sequence[Axis], varied: Sequence[Axes]) -> list[Axes]:
     """Further axes that may vary: those that the stage names, else the first two of the input,
     and those of side inputs that are of the same size."""
     known = {place for axes in varied for place in axes}
     first = [place for place in _places(signature) if place.argument < 3 and place.axis < 2]
     of_input = {(place.axis, _size(signature, place)) for place in first if place.argument == 1}
     default = [place for place in first if (place.axis, _size(signature, place)) in of_input]
-    found: dict[tuple[int, int], list[_Axis]] = {}
+    found: dict[tuple[int, int], list[Axis]] = {}
     for place in named or default:
         if place not in known and _size(signature, place) > 1:
             found.setdefault((place.axis, _size(signature, place)), []).append(place)
     return list(map(tuple, found.values()))
 
 
-def _named_axes(stage: Stage, signature: Signature) -> list[_Axis]:
+def _named_axes(stage: Stage, signature: Signature) -> list[Axis]:
     """The axes that ``dynamic=`` of a stage names."""
     if not stage.dynamic:
         return []
@@ -193,7 +197,7 @@ def _named_axes(stage: Stage, signature: Signature) -> list[_Axis]:
 
 def _with_symbols(signature: Signature, axes: Sequence[Axes], symbols: Symbols) -> Signature:
     """The signature with a symbol as the size of each group of axes."""
-    numbers: dict[_Axis, int] = {}
+    numbers: dict[Axis, int] = {}
     for group in axes:
         numbers |= dict.fromkeys(group, symbols.new(_size(signature, group[0])))
 
@@ -204,10 +208,10 @@ def _with_symbols(signature: Signature, axes: Sequence[Axes], symbols: Symbols) 
     return Signature(signature.params, given(1), given(2), given(3))
 
 
-def _sized(aval: Aval, argument: int, leaf: int, numbers: Mapping[_Axis, int]) -> Aval:
-    shape = tuple(numbers.get(_Axis(argument, leaf, axis), size) for axis, size in enumerate(aval.shape))
+def _sized(aval: Aval, argument: int, leaf: int, numbers: Mapping[Axis, int]) -> Aval:
+    shape = tuple(numbers.get(Axis(argument, leaf, axis), size) for axis, size in enumerate(aval.shape))
     if _has_gaps(aval):
-        strides = (numbers.get(_Axis(argument, leaf, n, True), step) for n, step in enumerate(aval.stride))
+        strides = (numbers.get(Axis(argument, leaf, n, True), step) for n, step in enumerate(aval.stride))
         return aval._replace(shape=shape, stride=tuple(strides))
     if all(new is old for new, old in zip(shape, aval.shape, strict=True)):
         return aval

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 
 Op: TypeAlias = torch._ops.OpOverload
+Packet: TypeAlias = torch._ops.OpOverloadPacket
 
 _NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 _IS_WRAPPED = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
