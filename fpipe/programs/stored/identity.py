@@ -93,10 +93,11 @@ class _Walk:
         if isinstance(value, _PLAIN):
             self.write(type(value).__name__, repr(value))
             return
-        if id(value) in self.seen:
-            self.write("again", self.seen[id(value)][0])
+        before = len(self.seen)
+        number, _ = self.seen.setdefault(id(value), (before, value))
+        if number < before:
+            self.write("again", number)
             return
-        self.seen[id(value)] = len(self.seen), value
         for kinds, add in _KINDS:
             if isinstance(value, kinds):
                 add(self, value)
