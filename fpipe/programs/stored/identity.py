@@ -48,7 +48,7 @@ def identity(*values: Any) -> tuple[str, list[torch.Tensor]]:
     """
     walk = _Walk()
     for value in values:
-        walk.visit(value)
+        _visit(walk, value)
     return walk.hash.hexdigest(), walk.tensors
 
 
@@ -75,154 +75,165 @@ def flags() -> tuple[object, ...]:
 
 @dataclass(frozen=True, eq=False)
 class _Walk:
-    """Visits what a value consists of, each object once."""
+    """What a digest is computed from: the objects visited so far, each once, and the tensors among them."""
 
     hash: Any = field(default_factory=hashlib.sha256)
     tensors: list[torch.Tensor] = field(default_factory=list)
     seen: dict[int, tuple[int, Any]] = field(default_factory=dict)  # by address, which names an object while it lives
 
-    def write(self, *parts: object) -> None:
-        """Add texts."""
-        for part in parts:
-            raw = str(part).encode("utf-8", "surrogatepass")
-            self.hash.update(b"%d:" % len(raw))
-            self.hash.update(raw)
 
-    def visit(self, value: Any) -> None:
-        """Add a value."""
-        if isinstance(value, _PLAIN):
-            self.write(type(value).__name__, repr(value))
+def _write(walk: _Walk, *parts: object) -> None:
+    """Add texts."""
+    for part in parts:
+        raw = str(part).encode("utf-8", "surrogatepass")
+        walk.hash.update(b"%d:" % len(raw))
+        walk.hash.update(raw)
+
+
+def _visit(walk: _Walk, value: Any) -> None:
+    """Add a value."""
+    if isinstance(value, _PLAIN):
+        _write(walk, type(value).__name__, repr(value))
+        return
+    before = len(walk.seen)
+    number, _ = walk.seen.setdefault(id(value), (before, value))
+    if number < before:
+        _write(walk, "again", number)
+        return
+    for kinds, add in _KINDS:
+        if isinstance(value, kinds):
+            add(walk, value)
             return
-        before = len(self.seen)
-        number, _ = self.seen.setdefault(id(value), (before, value))
-        if number < before:
-            self.write("again", number)
-            return
-        for kinds, add in _KINDS:
-            if isinstance(value, kinds):
-                add(self, value)
-                return
-        self.instance(value)
+    _instance(walk, value)
 
-    # ---- each kind ----------------------------------------------------------------------------------------------
-    def tensor(self, value: torch.Tensor) -> None:
-        """Add a tensor: its numbers only if they are few."""
-        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
-            raise UnstorableError(f"a tensor of class {type(value).__name__}")
-        self.write("tensor", value.dtype, value.device, tuple(value.shape), value.stride(), value.requires_grad)
-        self.tensors.append(value)
-        if value.numel() <= SMALL and value.device.type != "meta" and not isinstance(value, torch.nn.Parameter):
-            self.write(value.detach().cpu().tolist())
 
-    def items(self, value: Any) -> None:
-        """Add a sequence."""
-        self.write(type(value).__qualname__, len(value))
-        for item in value:
-            self.visit(item)
+# ---- each kind ------------------------------------------------------------------------------------------------------
+def _tensor(walk: _Walk, value: torch.Tensor) -> None:
+    """Add a tensor: its numbers only if they are few."""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+        raise UnstorableError(f"a tensor of class {type(value).__name__}")
+    _write(walk, "tensor", value.dtype, value.device, tuple(value.shape), value.stride(), value.requires_grad)
+    walk.tensors.append(value)
+    if value.numel() <= SMALL and value.device.type != "meta" and not isinstance(value, torch.nn.Parameter):
+        _write(walk, value.detach().cpu().tolist())
 
-    def unordered(self, value: Any) -> None:
-        """Add a set, whose order differs between processes."""
-        self.write(type(value).__name__, *sorted(identity(item)[0] for item in value))
 
-    def mapping(self, value: Mapping[Any, Any]) -> None:
-        """Add a mapping, in its order."""
-        self.write(type(value).__qualname__, len(value))
-        for key, item in value.items():
-            self.visit(key)
-            self.visit(item)
+def _items(walk: _Walk, value: Any) -> None:
+    """Add a sequence."""
+    _write(walk, type(value).__qualname__, len(value))
+    for item in value:
+        _visit(walk, item)
 
-    def function(self, value: FunctionType) -> None:
-        """Add a function: by name if its package is installed, else with its code and the globals that it names."""
-        installed = _installed(value.__module__)
-        self.write("function", value.__module__ if installed else "", value.__qualname__, installed or "")
-        self.visit(value.__defaults__)
-        self.visit(value.__kwdefaults__)
-        for cell in value.__closure__ or ():
-            self.visit(cell.cell_contents if _filled(cell) else "an empty cell")
-        if not installed:
-            self.code(value.__code__, value.__globals__)
-        if value.__dict__:
-            self.visit(dict(value.__dict__))
 
-    def code(self, value: CodeType, names: Mapping[str, Any]) -> None:
-        """Add instructions with their constants, and the globals that they name."""
-        self.write("code", value.co_code.hex(), value.co_names, value.co_varnames, value.co_freevars, value.co_flags)
-        for constant in value.co_consts:
-            if isinstance(constant, CodeType):
-                self.code(constant, names)
+def _unordered(walk: _Walk, value: Any) -> None:
+    """Add a set, whose order differs between processes."""
+    _write(walk, type(value).__name__, *sorted(identity(item)[0] for item in value))
+
+
+def _mapping(walk: _Walk, value: Mapping[Any, Any]) -> None:
+    """Add a mapping, in its order."""
+    _write(walk, type(value).__qualname__, len(value))
+    for key, item in value.items():
+        _visit(walk, key)
+        _visit(walk, item)
+
+
+def _function(walk: _Walk, value: FunctionType) -> None:
+    """Add a function: by name if its package is installed, else with its code and the globals that it names."""
+    installed = _installed(value.__module__)
+    _write(walk, "function", value.__module__ if installed else "", value.__qualname__, installed or "")
+    _visit(walk, value.__defaults__)
+    _visit(walk, value.__kwdefaults__)
+    for cell in value.__closure__ or ():
+        _visit(walk, cell.cell_contents if _filled(cell) else "an empty cell")
+    if not installed:
+        _code(walk, value.__code__, value.__globals__)
+    if value.__dict__:
+        _visit(walk, dict(value.__dict__))
+
+
+def _code(walk: _Walk, value: CodeType, names: Mapping[str, Any]) -> None:
+    """Add instructions with their constants, and the globals that they name."""
+    _write(walk, "code", value.co_code.hex(), value.co_names, value.co_varnames, value.co_freevars, value.co_flags)
+    for constant in value.co_consts:
+        if isinstance(constant, CodeType):
+            _code(walk, constant, names)
+        else:
+            _visit(walk, constant)
+    for name in value.co_names:
+        if name in names:
+            _write(walk, name)
+            found = names[name]
+            if isinstance(found, ModuleType):
+                _module(walk, found, value.co_names)
             else:
-                self.visit(constant)
-        for name in value.co_names:
-            if name in names:
-                self.write(name)
-                found = names[name]
-                if isinstance(found, ModuleType):
-                    self.module(found, value.co_names)
-                else:
-                    self.visit(found)
+                _visit(walk, found)
 
-    def module(self, value: ModuleType, used: tuple[str, ...] = ()) -> None:
-        """Add a module: by version if it is installed, else with those of its values that code names."""
-        installed = _installed(value.__name__)
-        self.write("module", value.__name__, installed or "")
-        for name in () if installed else used:
-            if name in vars(value):
-                found = vars(value)[name]
-                self.write(name)
-                if isinstance(found, ModuleType):
-                    self.module(found, used)
-                else:
-                    self.visit(found)
 
-    def cls(self, value: type) -> None:
-        """Add a class: by name if its package is installed, else with its methods."""
-        installed = _installed(value.__module__)
-        self.write("class", value.__module__ if installed else "", value.__qualname__, installed or "")
-        if not installed:
-            for base in value.__bases__:
-                self.visit(base)
-            for name, item in vars(value).items():
-                if name not in _VOLATILE and (callable(item) or not name.endswith("_")):
-                    self.write(name)
-                    self.visit(item)
+def _module(walk: _Walk, value: ModuleType, used: tuple[str, ...] = ()) -> None:
+    """Add a module: by version if it is installed, else with those of its values that code names."""
+    installed = _installed(value.__name__)
+    _write(walk, "module", value.__name__, installed or "")
+    for name in () if installed else used:
+        if name in vars(value):
+            found = vars(value)[name]
+            _write(walk, name)
+            if isinstance(found, ModuleType):
+                _module(walk, found, used)
+            else:
+                _visit(walk, found)
 
-    def instance(self, value: Any) -> None:
-        """Add an object: its class and its attributes."""
-        cls = type(value)
-        slots = [name for base in cls.__mro__ for name in _slots(base)]
-        try:
-            object.__reduce_ex__(value, 2)  # a class with a state that Python does not see has none
-        except Exception as error:
-            raise UnstorableError(f"an object of class {cls.__module__}.{cls.__qualname__} ({error})") from error
-        self.visit(cls)
-        attributes = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-        attributes |= vars(value) if hasattr(value, "__dict__") else {}
-        for name, item in attributes.items():
-            if name not in _VOLATILE and not name.endswith("object_hash"):  # hashes of texts differ between runs
-                self.write(name)
-                self.visit(item)
+
+def _class(walk: _Walk, value: type) -> None:
+    """Add a class: by name if its package is installed, else with its methods."""
+    installed = _installed(value.__module__)
+    _write(walk, "class", value.__module__ if installed else "", value.__qualname__, installed or "")
+    if not installed:
+        for base in value.__bases__:
+            _visit(walk, base)
+        for name, item in vars(value).items():
+            if name not in _VOLATILE and (callable(item) or not name.endswith("_")):
+                _write(walk, name)
+                _visit(walk, item)
+
+
+def _instance(walk: _Walk, value: Any) -> None:
+    """Add an object: its class and its attributes."""
+    cls = type(value)
+    slots = [name for base in cls.__mro__ for name in _slots(base)]
+    try:
+        object.__reduce_ex__(value, 2)  # a class with a state that Python does not see has none
+    except Exception as error:
+        raise UnstorableError(f"an object of class {cls.__module__}.{cls.__qualname__} ({error})") from error
+    _visit(walk, cls)
+    attributes = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    attributes |= vars(value) if hasattr(value, "__dict__") else {}
+    for name, item in attributes.items():
+        if name not in _VOLATILE and not name.endswith("object_hash"):  # hashes of texts differ between runs
+            _write(walk, name)
+            _visit(walk, item)
 
 
 _KINDS: tuple[tuple[Any, Callable[[_Walk, Any], None]], ...] = (
-    (torch.Tensor, _Walk.tensor),
-    (Enum, lambda walk, value: walk.write("enum", type(value).__qualname__, value.name)),
-    ((list, tuple, deque), _Walk.items),
-    ((set, frozenset), _Walk.unordered),
-    ((dict, OrderedDict, defaultdict, MappingProxyType), _Walk.mapping),
-    (FunctionType, _Walk.function),
-    (MethodType, lambda walk, value: walk.items((value.__func__, value.__self__))),
-    (partial, lambda walk, value: walk.items((value.func, value.args, value.keywords))),
-    ((staticmethod, classmethod), lambda walk, value: walk.visit(value.__func__)),
-    (property, lambda walk, value: walk.items((value.fget, value.fset))),
-    (Op, lambda walk, value: walk.write("op", value)),
-    (Packet, lambda walk, value: walk.write("ops", value)),
-    (ModuleType, _Walk.module),
-    (type, _Walk.cls),
+    (torch.Tensor, _tensor),
+    (Enum, lambda walk, value: _write(walk, "enum", type(value).__qualname__, value.name)),
+    ((list, tuple, deque), _items),
+    ((set, frozenset), _unordered),
+    ((dict, OrderedDict, defaultdict, MappingProxyType), _mapping),
+    (FunctionType, _function),
+    (MethodType, lambda walk, value: _items(walk, (value.__func__, value.__self__))),
+    (partial, lambda walk, value: _items(walk, (value.func, value.args, value.keywords))),
+    ((staticmethod, classmethod), lambda walk, value: _visit(walk, value.__func__)),
+    (property, lambda walk, value: _items(walk, (value.fget, value.fset))),
+    (Op, lambda walk, value: _write(walk, "op", value)),
+    (Packet, lambda walk, value: _write(walk, "ops", value)),
+    (ModuleType, _module),
+    (type, _class),
     (
         (BuiltinFunctionType, type(len), type(str.join), type(object.__init__), type(torch.Tensor.add)),
-        lambda walk, value: walk.write("builtin", getattr(value, "__module__", ""), value.__qualname__),
+        lambda walk, value: _write(walk, "builtin", getattr(value, "__module__", ""), value.__qualname__),
     ),
-    (CodeType, lambda walk, value: walk.code(value, {})),
+    (CodeType, lambda walk, value: _code(walk, value, {})),
 )
 
 
