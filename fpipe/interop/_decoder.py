@@ -1,162 +1,228 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A part of a decoder-only causal model as a stage function, by what the families of transformers models share.
+"""A part of a model of the transformers package as a stage function, by what its families share: a list of layers.
 
-They embed tokens, run a list of layers, and end in a norm and a head; between these is code that each family defines
-(scales, position embeddings, masks, soft caps). A stage therefore runs the model's forward with stand-ins for the
-submodules of other stages, and takes its input where its first layer would. This module must not know any family.
+Between its layers each family has code of its own (scales, position embeddings, masks, soft caps). A stage therefore
+runs the model's forward, in which the units of other stages return the values that the stage received, or blanks of
+their shape where no unit of this stage or a later one depends on them. This module must not know any family.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import count
+from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
 
+from .. import tree
 from ..errors import StageError
 from ..stage import remat
+from ._flow import Flow, Part, blank_sizes
 from ._layers import as_block
-from ._pure import Claim, Pure, clone
+from ._pure import Claim, Pure, clone, without_buffers
+from ._recorder import Value, dicts_in, restored, returned, writes
+from ._router import Router, Totals
+from ._structure import Structure, is_rotary, outside
 
-SIDES = ("attention_mask", "position_ids", "position_embeddings")
+#: Arguments of forward that are side inputs of all stages.
+SIDES = ("attention_mask", "position_ids", "token_type_ids", "decoder_input_ids", "decoder_attention_mask")
 
 
-# ---- the structure of a model ----------------------------------------------------------------------------------------
+def takes(model: nn.Module, name: str) -> bool:
+    """Whether the model's forward takes an argument of that name."""
+    arguments = inspect.signature(model.forward).parameters
+    return name in arguments or any(p.kind is p.VAR_KEYWORD for p in arguments.values())
 
 
-def decoder_of(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
-    """The decoder inside a causal model, and its list of layers."""
-    inner = getattr(model, "base_model", None)
-    if not isinstance(inner, nn.Module) or not hasattr(model, "config"):
+def sides_of(model: nn.Module) -> tuple[str, ...]:
+    """The side inputs of a model's stages."""
+    named = inspect.signature(model.forward).parameters
+    common = [name for name in SIDES[:2] if takes(model, name)]
+    return (*common, *(name for name in SIDES[2:] if name in named), "position_embeddings")
+
+
+def keywords_of(model: nn.Module) -> dict[str, Any]:
+    """Arguments that every call of the model gets."""
+    return {name: value for name, value in {"use_cache": False, "return_dict": True}.items() if takes(model, name)}
+
+
+def result_of(out: Any) -> torch.Tensor:
+    """The tensor that the last stage returns: logits, or the last hidden state."""
+    for name in ("logits", "last_hidden_state"):
+        if isinstance(found := getattr(out, name, None), torch.Tensor):
+            return found
+    found = next((leaf for leaf in tree.leaves(out) if isinstance(leaf, torch.Tensor)), None)
+    if found is None:
+        raise StageError(f"its forward returns {type(out).__name__}, which holds no logits")
+    return found
+
+
+# ---- one call of a stage ---------------------------------------------------------------------------------------------
+
+
+class _Done(BaseException):
+    """The calls of a stage have run: leaves the model's forward."""
+
+
+class _Run:
+    """One call of a stage: the values that it has, and the side inputs."""
+
+    def __init__(self, part: DecoderPart, values: dict[Value, torch.Tensor], side: Mapping[str, Any]):
+        self.part, self.values, self.side = part, values, side
+        self.numbers = count()
+        self.router_logits: list[torch.Tensor] = []
+
+    def value(self, value: Value) -> torch.Tensor:
+        """A value that was received, or a blank: not a number, so that a use of it shows."""
+        if value in self.values:
+            return self.values[value]
+        sizes, flow = self.part.blanks[value], self.part.flow
+        shape = [size if isinstance(size, int) else self._size(*size) for size in sizes]
+        like, dtype = next(iter(self.values.values())), flow.dtypes[value]
+        for known, tensor in self.values.items():
+            if flow.dtypes.get(known) == dtype:
+                like, dtype = tensor, tensor.dtype
+                break
+        filling = float("nan") if dtype.is_floating_point else 0
+        return torch.full(shape, filling, dtype=dtype, device=like.device)
+
+    def _size(self, source: Value | str, axis: int) -> int:
+        return (self.side[source] if isinstance(source, str) else self.values[source]).shape[axis]
+
+
+_RUN: ContextVar[_Run | None] = ContextVar("_RUN", default=None)
+
+
+def _visit(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A call of a unit: run by this stage, or in its place the values of another one."""
+    run = _RUN.get()
+    if run is None:
+        return forward(*args, **kwargs)
+    number, stage, dicts = next(run.numbers), run.part, dicts_in(args, kwargs)
+    visits = stage.flow.visits
+    if number >= len(visits) or visits[number].unit != name:
         raise StageError(
-            f"{type(model).__name__} is no causal model of the transformers package; "
-            f"{_inside(model) or 'fpipe.from_module cuts other modules'}"
+            f"{stage.name} runs {name!r} where the model did not when it was cut; which modules run must not depend on "
+            "the inputs"
         )
-    lists = _layer_lists(inner)
-    if len(lists) != 1:
-        raise StageError(
-            f"fpipe cannot split {type(model).__name__}: {type(inner).__name__} has {len(lists)} lists of layers where "
-            f"a decoder has one; {_inside(model) or 'write its stages as functions'}"
-        )
-    return inner, lists[0]
+    visit = visits[number]
+    if not stage.part.first <= number < stage.part.stop:
+        leaves = [run.value(leaf) if isinstance(leaf, Value) else leaf for leaf in visit.leaves]
+        return restored(visit.structure, leaves, dicts)
+    before = {key: dict(value) for key, value in dicts.items()}
+    out = _alone(forward, args, kwargs)
+    given = [index for index, leaf in enumerate(visit.leaves) if leaf in stage.gives]
+    if given:
+        leaves, _ = returned(out, dicts, before)
+        for index in given:
+            run.values.setdefault(visit.leaves[index], leaves[index])
+    if number + 1 == stage.part.stop < len(visits) and stage.router is None:
+        raise _Done
+    return out
 
 
-def _layer_lists(inner: nn.Module) -> list[nn.ModuleList]:
-    return [child for child in inner.children() if isinstance(child, nn.ModuleList) and len(child)]
+def _alone(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Units inside a unit run as they are."""
+    token = _RUN.set(None)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        _RUN.reset(token)
 
 
-def _inside(model: nn.Module) -> str:
-    """Advice to pass the causal model that a model contains, as those with adapters (PEFT) do; "" without one."""
-    for name, child in model.named_modules():
-        inner, head = getattr(child, "base_model", None), getattr(child, "get_output_embeddings", lambda: None)()
-        if not name or head is None or not isinstance(inner, nn.Module) or not hasattr(child, "config"):
-            continue
-        if len(_layer_lists(inner)) == 1:
-            return f"pass the {type(child).__name__} inside it, model.{name}"
-    return ""
-
-
-def is_rotary(module: nn.Module) -> bool:
-    """Whether a module computes rotary embeddings, by the name of its class."""
-    return "rotary" in type(module).__name__.lower()
-
-
-# ---- stand-ins -------------------------------------------------------------------------------------------------------
-
-
-class _Call(NamedTuple):
-    """What one call of a stage passes to modules inside the model."""
-
-    hidden: Any  # the input of the stage's first layer
-    embeddings: Any  # rotary embeddings: a pair of tensors, or one pair per type of layer; None where none are passed
-    router_logits: list[torch.Tensor]  # filled in by the decoder
-
-
-_CALL: ContextVar[_Call] = ContextVar("_CALL")
-
-
-class _Skip(nn.Module):
-    """In place of a layer of another stage: returns its input."""
-
-    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        return hidden_states
-
-
-class _ZeroEmbedding(nn.Module):
-    """In place of an embedding of another stage that is added to others."""
-
-    def forward(self, ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.zeros((*ids.shape, 1), device=ids.device)
-
-
-class _Rotary(nn.Module):
-    """Returns the embeddings passed as a side input, or computes them."""
-
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Any, position_ids: Any = None, layer_type: str | None = None, **kwargs: Any) -> Any:
-        kind = {} if layer_type is None else {"layer_type": layer_type}
-        embeddings = _CALL.get().embeddings
-        if embeddings is None:
-            return self.module(x, position_ids=position_ids, **kwargs, **kind)
-        return embeddings if layer_type is None else embeddings[layer_type]
-
-
-def _enter(forward: Callable[..., Any], hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a stage's first layer, on the stage's input."""
-    return forward(_CALL.get().hidden, *args, **kwargs)
+def _rotary(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module for rotary embeddings: returns those passed as a side input, if any."""
+    run = _RUN.get()
+    embeddings = None if run is None else run.side.get("position_embeddings")
+    if embeddings is None:
+        return forward(*args, **kwargs)
+    kind = kwargs.get("layer_type", next((each for each in args if isinstance(each, str)), None))
+    return embeddings if kind is None else embeddings[kind]
 
 
 def _with_router_logits(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The forward of a decoder that keeps its routers' logits, whatever the model around it asks for."""
-    out = forward(*args, **kwargs | {"output_router_logits": True})
-    _CALL.get().router_logits[:] = out.router_logits or ()
+    out, run = forward(*args, **kwargs | {"output_router_logits": True}), _RUN.get()
+    if run is not None:
+        run.router_logits[:] = out.router_logits or ()
     return out
 
 
-def with_stand_ins(
-    model: nn.Module, span: tuple[int, int], last: bool, config: Any, as_blocks: bool
-) -> nn.Module:  # fmt: skip
-    """A clone of the model in which stand-ins replace the submodules of other stages.
+# ---- the module of a stage -------------------------------------------------------------------------------------------
 
-    ``as_blocks``: equal layers are traced once.
-    """
-    (inner, layers), (low, high) = decoder_of(model), span
-    replacements: dict[nn.Module, nn.Module] = {
-        layer: _Skip() for index, layer in enumerate(layers) if not low <= index < high
-    }
-    before = True
-    for child in inner.children():
-        if child is layers:
-            before = False
-        elif is_rotary(child):
-            replacements[child] = _Rotary(clone(child))
-        elif before and low > 0:
-            replacements[child] = _ZeroEmbedding() if isinstance(child, nn.Embedding) else _Skip()
-        elif not before and not last:
-            replacements[child] = _Skip()
-    if not last:
-        replacements |= {child: _Skip() for child in model.children() if child is not inner}
-    copy = clone(model, replacements)
-    for child in copy.modules():
-        if getattr(child, "config", None) is model.config:
-            child.__dict__["config"] = config
-        if getattr(child, "gradient_checkpointing", False):
-            child.__dict__["gradient_checkpointing"] = False
-    for old, new in zip(layers, decoder_of(copy)[1], strict=True):
-        if isinstance(new, _Skip):
-            continue
-        if as_blocks:
-            as_block(new)
-        if getattr(old, "gradient_checkpointing", False) and old.training:
-            new.forward = _checkpointed(new)
+
+class _Zero:
+    """In place of a probability of 0 to drop a layer: the comparison of a random number with it is known."""
+
+    def __gt__(self, other: object) -> bool:
+        return False
+
+
+def with_configs(model: nn.Module, copy: nn.Module, configs: Mapping[int, Any]) -> nn.Module:
+    """A clone of a model with other configs in place of some, which are given by their identity."""
+    for old, new in zip(model.modules(), copy.modules(), strict=True):
+        if id(getattr(old, "config", None)) in configs:
+            new.__dict__["config"] = configs[id(old.config)]
     return copy
+
+
+def part_module(
+    model: nn.Module, structure: Structure, flow: Flow, part: Part, configs: Mapping[int, Any], as_blocks: bool
+) -> nn.Module:
+    """A clone of the model whose units know that they run in a stage.
+
+    ``configs`` are those that replace others, by their identity; ``as_blocks``: equal layers are traced once.
+    """
+    copy = with_configs(model, clone(model), configs)
+    mine = {flow.visits[number].unit for number in range(part.first, part.stop)}
+    writing = {visit.unit for visit in flow.visits if writes(visit)}
+    for (name, old), (_, new) in zip(list(model.named_modules()), list(copy.named_modules()), strict=True):
+        if getattr(old, "gradient_checkpointing", False):
+            new.__dict__["gradient_checkpointing"] = False
+        if name in structure.trunk and getattr(old, "layerdrop", None) == 0:
+            new.__dict__["layerdrop"] = _Zero()
+        if old not in structure.units:
+            if is_rotary(old):
+                _fill(new)
+                new.forward = partial(_rotary, new.forward)
+            continue
+        unit = structure.units[old]
+        if unit in mine and unit in structure.layers:
+            if as_blocks and unit not in writing:
+                as_block(new)
+            if old.training and _is_checkpointed(model, unit):
+                new.forward = _checkpointed(new)
+        new.forward = partial(_visit, unit, new.forward)
+    _strip(copy, {copy.get_submodule(unit) for unit in set(structure.units.values()) - mine})
+    return copy
+
+
+def _fill(rotary: nn.Module) -> None:
+    """Compute the buffers of a module for rotary embeddings on the device "meta", which no checkpoint holds."""
+    if any(buffer.is_meta for buffer in rotary.buffers()) and hasattr(rotary, "config"):
+        with torch.device("cpu"):
+            filled = dict(type(rotary)(config=rotary.config).named_buffers())
+        for name, buffer in list(rotary.named_buffers(recurse=False)):
+            if name in filled and filled[name].shape == buffer.shape:
+                setattr(rotary, name, filled[name].to(buffer.dtype))
+
+
+def _strip(copy: nn.Module, unused: Collection[nn.Module]) -> None:
+    """Remove the buffers and hooks of units that other stages run; their parameters have no data."""
+    inside = {child for unit in unused for child in unit.modules()}
+    for child in inside - {child for _, child in outside(copy, unused)}:
+        without_buffers(child)
+
+
+def _is_checkpointed(model: nn.Module, unit: str) -> bool:
+    """Whether a layer, or what contains it, checkpoints."""
+    names = [unit.rsplit(".", up)[0] for up in range(unit.count(".") + 1)]
+    return any(getattr(model.get_submodule(name), "gradient_checkpointing", False) for name in names)
 
 
 def _checkpointed(layer: nn.Module) -> Callable[..., Any]:
@@ -173,109 +239,91 @@ def _checkpointed(layer: nn.Module) -> Callable[..., Any]:
     return forward
 
 
-# ---- the auxiliary loss of routers -----------------------------------------------------------------------------------
-# transformers' load-balancing loss multiplies two sums over all layers, so it is not a sum of losses of single stages:
-# the sums are passed on with the activations, and the last stage multiplies.
-
-
-class Totals(NamedTuple):
-    """Tokens sent to each expert, the sum of each expert's probability, and rows counted, over the layers so far."""
-
-    tokens: torch.Tensor
-    probabilities: torch.Tensor
-    rows: int | torch.Tensor  # a tensor where a mask decides
-
-
-class Router(NamedTuple):
-    """The number of experts, how many each token uses, and the weight of the loss."""
-
-    experts: int
-    top_k: int
-    coefficient: float
-
-    def start(self, device: torch.device) -> Totals:
-        """Totals of no layer."""
-        zeros = torch.zeros(self.experts, dtype=torch.float32, device=device)
-        return Totals(zeros, zeros, 0)
-
-    def add(self, totals: Totals, logits: Sequence[torch.Tensor], mask: torch.Tensor | None) -> Totals:
-        """Totals with more layers; rows that the mask (batch, length) leaves out are not counted."""
-        tokens, probabilities, rows = totals
-        for layer in logits:
-            shares = nn.functional.softmax(layer, dim=-1)
-            _, chosen = torch.topk(shares, self.top_k, dim=-1)
-            hits = (chosen.unsqueeze(-1) == torch.arange(self.experts, device=layer.device)).sum(1).float()
-            shares = shares.float()
-            if mask is not None:
-                keep = mask.reshape(-1, 1).to(torch.float32)
-                hits, shares = hits * keep, shares * keep
-            tokens = tokens + hits.sum(0)
-            probabilities = probabilities + shares.sum(0)
-            rows = rows + (layer.shape[0] if mask is None else mask.sum().to(torch.float32))
-        return Totals(tokens, probabilities, rows)
-
-    def loss(self, totals: Totals) -> torch.Tensor:
-        """The loss with its coefficient.
-
-        >>> router = Router(experts=2, top_k=1, coefficient=0.5)
-        >>> float(router.loss(router.add(router.start(torch.device("cpu")), [torch.zeros(4, 2)], None)))
-        0.5
-        """
-        tokens, probabilities, rows = totals
-        return self.coefficient * self.experts * torch.sum((tokens / rows) * (probabilities / rows))
-
-
-def router_of(model: nn.Module) -> Router:
-    """The router of a causal model, from the attributes that these models have in common."""
-    names = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
-    experts, top_k, coefficient = (getattr(model, name, None) for name in names)
-    if experts is None or top_k is None or coefficient is None:
-        raise StageError(f"{type(model).__name__} has no router loss to add; say aux_loss=False")
-    return Router(experts, top_k, coefficient)
+def names_of(module: nn.Module, structure: Structure, flow: Flow, part: Part) -> list[str]:
+    """The names of the parameters that a stage uses, in a clone for it, and of the buffers that have no values."""
+    mine = {module.get_submodule(flow.visits[number].unit) for number in range(part.first, part.stop)}
+    units = {module.get_submodule(name) for name in structure.units.values()}
+    names: list[str] = []
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        if child in mine:
+            names += [f"{prefix}.{name}" for name, _ in child.named_parameters(remove_duplicate=False)]
+            names += [f"{prefix}.{name}" for name, buffer in child.named_buffers() if buffer.is_meta]
+    everything = dict(module.named_parameters(remove_duplicate=False))
+    shared = {id(everything[name]) for name in part.parameters}
+    names += [name for name, parameter in everything.items() if id(parameter) in shared]
+    for prefix, child in outside(module, units):
+        names += [f"{prefix}{name}" for name, buffer in child.named_buffers(recurse=False) if buffer.is_meta]
+    return list(dict.fromkeys(names))
 
 
 # ---- a stage ---------------------------------------------------------------------------------------------------------
 
 
 class DecoderPart(Pure):
-    """Some layers of a decoder as a stage function; the first also embeds, the last also computes logits."""
+    """Some layers of a model as a stage function; the first also embeds, the last also computes logits.
+
+    ``inputs`` are the names of the arguments of forward that the first stage gets; ``owner`` is the name of the module
+    that collects the routers' logits.
+    """
 
     def __init__(
-        self, module: nn.Module, claim: Claim, *, span: tuple[int, int], last: bool, router: Router | None, name: str
-    ):
-        self.first, self.last, self.router = span[0] == 0, last, router
-        super().__init__(module, claim, sides=SIDES, state=(), name=name)
-        self.inner, layers = decoder_of(module)
-        self.prefix = next((f"{name}." for name, child in module.named_children() if child is self.inner), "")
-        if not self.first:
-            entry = layers[min(span[0], len(layers) - 1)]  # a stand-in, for a stage without layers
-            entry.forward = partial(_enter, entry.forward)
+        self, module: nn.Module, claim: Claim, *, structure: Structure, flow: Flow, part: Part, inputs: Sequence[str],
+        sides: Sequence[str], always: Sequence[str], router: Router | None, owner: str, name: str,
+    ):  # fmt: skip
+        self.flow, self.part, self.inputs, self.router = flow, part, tuple(inputs), router
+        self.first, self.last = part.first == 0, part.stop == len(flow.visits)
+        self.gives = frozenset(part.gives)
+        self.forwarded = [side for side in sides if side != "position_embeddings"]
+        super().__init__(module, claim, sides=sides, state=(), name=name)
+        self.keywords = keywords_of(module)
+        self.blanks: dict[Value, Any] = {}
+        if not self.first or router is not None:
+            known = [*part.takes] or [Value(-1, leaf) for leaf in range(len(inputs))]
+            leaves = [leaf for visit in flow.visits for leaf in visit.leaves if isinstance(leaf, Value)]
+            for value in [*(Value(-1, leaf) for leaf in range(len(inputs))), *leaves]:
+                self.blanks[value] = blank_sizes(flow, value, known, always)
+        claimed, used = set(self.aliases), frozenset[Any]().union(flow.uses, *(visit.uses for visit in flow.visits))
+        self.unused = {name: p for name, p in module.named_parameters() if name in used and name not in claimed}
         if router is not None:
-            self.inner.forward = partial(_with_router_logits, self.inner.forward)
+            inner = module.get_submodule(owner)
+            inner.forward = partial(_with_router_logits, inner.forward)
 
     def call(self, tensors: dict[str, torch.Tensor], x: Any, side: Mapping[str, Any]) -> Any:
         """Run the layers on token ids, or on the output of the stage before."""
-        hidden, totals = (x[0], Totals(*x[1:])) if isinstance(x, tuple) else (x, None)
-        call = _Call(hidden, side.get("position_embeddings"), [])
-        token = _CALL.set(call)
-        try:
-            y = self._output(tensors, hidden, side)
-        finally:
-            _CALL.reset(token)
-        if self.router is None:
-            return y
-        mask = side.get("attention_mask")
-        mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
-        totals = self.router.add(totals or self.router.start(y.device), call.router_logits, mask)
-        return (y, self.router.loss(totals)) if self.last else (y, *totals)
-
-    def _output(self, tensors: dict[str, torch.Tensor], hidden: torch.Tensor, side: Mapping[str, Any]) -> torch.Tensor:
-        keywords: dict[str, Any] = {name: side.get(name) for name in ("attention_mask", "position_ids")}
-        keywords |= {"use_cache": False, "return_dict": True}
+        values, totals = self._received(x)
+        run = _Run(self, values, side)
+        keywords = {name: side[name] for name in self.forwarded if side.get(name) is not None}
         keywords |= {} if self.router is None else {"output_router_logits": False}  # no loss of a few layers alone
-        keywords["input_ids" if self.first and not hidden.is_floating_point() else "inputs_embeds"] = hidden
+        given = {name: run.value(Value(-1, leaf)) for leaf, name in enumerate(self.inputs)}
+        device = next(iter(values.values())).device
+        for name, like in self.unused.items():  # what code between units of other stages computes with them is not used
+            tensors[name] = torch.full((), float("nan"), dtype=like.dtype, device=device).expand(like.shape)
+        token, y = _RUN.set(run), None
+        try:
+            y = result_of(
+                functional_call(self.module, tensors, (), given | keywords | self.keywords, tie_weights=False)
+            )
+        except _Done:
+            pass
+        finally:
+            _RUN.reset(token)
+        if self.router is not None:
+            mask = side.get("attention_mask")
+            mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+            totals = self.router.add(totals or self.router.start(device), run.router_logits, mask)
         if self.last:
-            out = functional_call(self.module, tensors, (), keywords, tie_weights=False)
-            return out.logits if self.prefix else out.last_hidden_state
-        tensors = {n.removeprefix(self.prefix): t for n, t in tensors.items() if n.startswith(self.prefix)}
-        return functional_call(self.inner, tensors, (), keywords, tie_weights=False).last_hidden_state
+            return y if self.router is None or totals is None else (y, self.router.loss(totals))
+        out = (*(run.values[value] for value in self.part.gives), *(totals or ()))
+        return out[0] if len(out) == 1 else out
+
+    def _received(self, x: Any) -> tuple[dict[Value, torch.Tensor], Totals | None]:
+        """The values that a stage gets, and the totals of its routers."""
+        if self.first:
+            given: Mapping[str, Any] = x if isinstance(x, Mapping) else {self.inputs[0]: x}
+            if set(given) != set(self.inputs):
+                raise StageError(f"{self.name} takes {', '.join(self.inputs)}, and gets {', '.join(given)}")
+            return {Value(-1, leaf): given[name] for leaf, name in enumerate(self.inputs)}, None
+        leaves = x if isinstance(x, tuple) else (x,)
+        count = len(self.part.takes)
+        values = dict(zip(self.part.takes, leaves[:count], strict=True))
+        return values, None if self.router is None else Totals(*leaves[count:])

@@ -237,7 +237,7 @@ class _Tracer(fx.Tracer):
     def create_arg(self, a: Any) -> Any:
         """A mapping of another class than dict, as transformers' ModelOutput, keeps its class."""
         if isinstance(a, dict) and type(a) not in (dict, immutable_dict):
-            _as_node(type(a))
+            as_node(type(a))
             items = {name: super(_Tracer, self).create_arg(value) for name, value in a.items()}
             return self.create_node("call_function", type(a), (), items)
         return super().create_arg(a)
@@ -250,11 +250,11 @@ class _Tracer(fx.Tracer):
         return super().to_bool(obj) if value is None else value
 
 
-def _as_node(cls: type[dict]) -> None:
+def as_node(cls: type[dict]) -> None:
     """Make a subclass of dict a node of trees, with its values as children, if it is none.
 
     >>> class Output(dict): ...
-    >>> _as_node(Output), tree.leaves(Output(y=2))
+    >>> as_node(Output), tree.leaves(Output(y=2))
     (None, [2])
     """
 

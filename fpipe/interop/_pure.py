@@ -57,13 +57,18 @@ def clone(module: nn.Module, replacements: Mapping[nn.Module, nn.Module] | None 
     return copy(module)
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Whether a module is the experts of a mixture, by the name of its class.
+def without_buffers(module: nn.Module) -> None:
+    """Remove the buffers and hooks of a clone that does not run.
 
-    >>> is_experts(nn.Linear(2, 2))
-    False
+    >>> module = clone(nn.BatchNorm1d(2))
+    >>> without_buffers(module)
+    >>> list(module.buffers())
+    []
     """
-    return type(module).__name__.lower().endswith("experts")
+    module._buffers.clear()
+    for name, held in vars(module).items():
+        if "hooks" in name and isinstance(held, dict):
+            held.clear()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,74 +23,90 @@ from ..running.pipeline import Pipeline
 from ..saving.hub import fused
 from ..saving.receive import receive, stored
 from ..stage import Stage
-from ._decoder import DecoderPart, decoder_of, is_rotary, router_of, with_stand_ins
-from ._places import tensors_of
-from ._pure import claims, is_experts
-from ._verify import verify
+from ._decoder import DecoderPart, names_of, part_module
+from ._flow import parts_of
+from ._pure import Claim, claims
+from ._router import Router, router_of
+from ._structure import Structure, is_experts, is_rotary, structure_of
+from ._trial import Trial, try_forward
+from ._verify import compare
 
 
 def stages(
     model: nn.Module, n: int | None = None, *, cuts: Sequence[int] | None = None, experts: str | None = None,
-    aux_loss: bool | None = None,
+    aux_loss: bool | None = None, example: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[list[Stage], list[dict[str, torch.Tensor]]]:  # fmt: skip
-    """Cut a causal language model into ``n`` stages; returns ``(stages, params)``.
+    """Cut a model of the transformers package into ``n`` stages; returns ``(stages, params)``.
 
-    The first stage takes token ids, the last returns logits. Every stage takes ``attention_mask``, ``position_ids``
-    and ``position_embeddings`` as side inputs, all of them optional and as the model's forward takes them (a mask
-    of four axes, or a dict of them by layer type, is used as it is). Parameters keep the model's names; the stages know
-    which are frozen or tied. Layers that the model checkpoints are recomputed in the backward.
-
-    The stages are compared with the model on four tokens, and a model whose stages would compute something else is
-    refused. A model on the device "meta" has no values to compare, which a warning says.
+    The first stage takes token ids, the last returns logits. ``attention_mask``, ``position_ids`` and
+    ``position_embeddings`` are side inputs of all stages, optional and as the model's forward takes them; behind an
+    encoder also ``decoder_input_ids``. Parameters keep the model's names; the stages know which are frozen (also those
+    that the model does not use) or tied. Layers that the model checkpoints are recomputed in the backward. A model
+    whose stages compute something else on a few tokens is refused; on "meta" a warning says that they are not compared.
 
     Args:
         model: of the transformers package.
         n: how many stages; layers are distributed by their number of parameters, the head counted too.
-        cuts: instead of ``n``, the indices of the layers that begin stages 1, 2, ...
+        cuts: instead of ``n``, the indices of the layers that begin stages 1, 2, ..., in the order in which they run.
         experts: the package's implementation of a mixture of experts; by default one that can be traced, if there is
             one, else the stages with experts run on ``engine="eager"``.
         aux_loss: whether the router's auxiliary loss joins the loss, with its coefficient and over all layers of all
             stages; by default the config's ``output_router_logits``.
+        example: arguments of forward, two rows of each, for inputs other than token ids; if there are several beside
+            the side inputs, the first stage takes a dict of them.
 
     ```python
     model = transformers.AutoModelForCausalLM.from_config(config)
     stages, params = fpipe.interop.huggingface.stages(model, 4)
-    pipe = fpipe.pipeline(stages, "1F1B", loss=fpipe.interop.huggingface.causal_loss, microbatches=8)
     ```
     """
-    _, layers = decoder_of(model)
-    spans = list(pairwise([0, *_first_layers(model, n, cuts), len(layers)]))
-    config, traced = _config(model, experts)
+    structure = structure_of(model)
+    _check_drops(model)
+    configs, traced = _configs(model, experts)
     if aux_loss is None:
         aux_loss = bool(getattr(model.config, "output_router_logits", False))
-    made, params = _parts(model, spans, config, traced, aux_loss)
-    verify(model, made, params, [high for _, high in spans], config)
-    return made, params
+    router = router_of(model) if aux_loss else None
+    trial = try_forward(model, structure, configs, example, router)
+    layers = trial.layers(structure)
+    spans = list(pairwise([0, *_first_layers(trial, model, layers, n, cuts), len(layers)]))
+    cut, params = _parts(model, structure, trial, spans, configs, traced, router)
+    compare(model, cut, params, trial.recordings)
+    return cut, params
 
 
 def _parts(
-    model: nn.Module, spans: Sequence[tuple[int, int]], config: Any, traced: bool, aux_loss: bool
-) -> tuple[list[Stage], list[dict[str, torch.Tensor]]]:
+    model: nn.Module, structure: Structure, trial: Trial, spans: Sequence[tuple[int, int]], configs: Mapping[int, Any],
+    traced: bool, router: Router | None,
+) -> tuple[list[Stage], list[dict[str, torch.Tensor]]]:  # fmt: skip
     """Stages and parameters by the layers of each stage."""
-    _, layers = decoder_of(model)
-    router = router_of(model) if aux_loss else None
-    alone = router is not None  # routers' logits are collected while each layer runs
-    modules = [with_stand_ins(model, span, s == len(spans) - 1, config, not alone) for s, span in enumerate(spans)]
-    owned = claims(model, [list(tensors_of(m)) for m in modules])
-    missing = {name for name, _ in model.named_parameters()} - {group for claim in owned for group in claim.groups}
-    if missing:
-        raise StageError(
-            f"fpipe cannot split {type(model).__name__}: no stage uses {min(missing)!r}, because the list of layers "
-            "does not separate what comes before from what comes after; write its stages as functions"
-        )
-    parts: list[Stage] = []
-    for (low, high), module, claim in zip(spans, modules, owned, strict=True):
-        last, name = len(parts) == len(spans) - 1, f"{type(model).__name__}[{low}:{high}]"
-        part = DecoderPart(module, claim, span=(low, high), last=last, router=router, name=name)
-        has_experts = any(is_experts(m) for layer in layers[low:high] for m in layer.modules())
+    flow, inputs, layers = trial.flow, list(trial.recordings[0].inputs), trial.layers(structure)
+    bounds = [layers[low - 1] + 1 for low, _ in spans[1:]]
+    parts = parts_of(flow, len(inputs), bounds, trial.always, router is not None)
+    modules = [part_module(model, structure, flow, part, configs, router is None) for part in parts]
+    names = [names_of(module, structure, flow, part) for module, part in zip(modules, parts, strict=True)]
+    owned = _claims(model, names)
+    owner = flow.visits[layers[0]].unit.rpartition(".")[0].rpartition(".")[0]
+    stages: list[Stage] = []
+    for (low, high), module, claim, part in zip(spans, modules, owned, parts, strict=True):
+        name = f"{type(model).__name__}[{low}:{high}]"
+        fn = DecoderPart(
+            module, claim, structure=structure, flow=flow, part=part, inputs=inputs, sides=trial.sides,
+            always=trial.always, router=router, owner=owner, name=name,
+        )  # fmt: skip
+        units = {flow.visits[number].unit for number in range(part.first, part.stop)}
+        has_experts = any(is_experts(m) for unit in units for m in model.get_submodule(unit).modules())
         engine = "eager" if has_experts and not traced else None
-        parts.append(part.stage(claim, engine=engine, aux_loss=aux_loss and last))
-    return parts, [claim.params for claim in owned]
+        stages.append(fn.stage(claim, engine=engine, aux_loss=router is not None and fn.last))
+    return stages, [claim.params for claim in owned]
+
+
+def _claims(model: nn.Module, names: Sequence[list[str]]) -> list[Claim]:
+    """The parameters of each stage; those that no stage uses are frozen ones of the first."""
+    used = {group for claim in claims(model, names) for group in claim.groups}
+    unused = [name for name, _ in model.named_parameters() if name not in used]
+    first, *others = claims(model, [[*names[0], *unused], *names[1:]])
+    frozen = (*first.frozen, *(name for name in unused if name not in first.frozen))
+    return [replace(first, frozen=frozen), *others]
 
 
 def causal_loss(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
@@ -131,7 +148,9 @@ def side_inputs(
     if attention_mask is not None:
         sides["attention_mask"] = attention_mask
     config: Any = model.config
-    for rotary in (child for child in decoder_of(model)[0].children() if is_rotary(child)):
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    inner = next((m for m in model.modules() if any(child is embedding for child in m.children())), model)
+    for rotary in filter(is_rotary, inner.children()):
         like = next(model.parameters()).detach()
         if "layer_type" in inspect.signature(rotary.forward).parameters:
             types = sorted(set(config.layer_types))
@@ -169,9 +188,10 @@ def load(path: str | os.PathLike[str], pipe: Pipeline, *, dtype: torch.dtype | N
     return receive(pipe, lambda: fused(stored(path)), dtype=dtype, strict=False)
 
 
-def _first_layers(model: nn.Module, n: int | None, cuts: Sequence[int] | None) -> list[int]:
+def _first_layers(
+    trial: Trial, model: nn.Module, layers: Sequence[int], n: int | None, cuts: Sequence[int] | None
+) -> list[int]:
     """The layers that begin stages 1, 2, ...; ``len(layers)`` where the last stage is the head alone."""
-    inner, layers = decoder_of(model)
     count = len(layers)
     if (n is None) == (cuts is None):
         raise StageError("say how many stages (n) or which layers begin them (cuts), one of both")
@@ -182,17 +202,28 @@ def _first_layers(model: nn.Module, n: int | None, cuts: Sequence[int] | None) -
         return list(cuts)
     if not isinstance(n, int) or not 1 <= n <= count + 1:
         raise StageError(f"n={n!r} stages of {count} layers and a head; give 1 to {count + 1}")
-    head = sum(estimate(child) for child in model.children() if child is not inner)
-    return list(spread([*map(estimate, layers), head], n)[1:])
+    costs = [estimate(model.get_submodule(visit.unit)) for visit in trial.flow.visits]
+    return list(spread([*(costs[number] for number in layers), sum(costs[layers[-1] + 1 :])], n)[1:])
 
 
-def _config(model: nn.Module, experts: str | None) -> tuple[Any, bool]:
-    """The config for the stages, and whether experts, if any, can be traced under it."""
+def _check_drops(model: nn.Module) -> None:
+    drops = (getattr(m, "layerdrop", 0) for m in model.modules() if m.training)
+    for drop in (d for d in drops if isinstance(d, float) and d > 0):
+        raise StageError(
+            f"fpipe cannot split {type(model).__name__}: it drops layers at random in training (layerdrop={drop}); "
+            "build it with layerdrop=0.0, or write its stages as functions"
+        )
+
+
+def _configs(model: nn.Module, experts: str | None) -> tuple[dict[int, Any], bool]:
+    """The configs that stages use in place of the model's, and whether experts, if any, can be traced under them."""
     weights = [p for m in model.modules() if is_experts(m) for p in m.parameters(recurse=False)]
     if not weights or not hasattr(model, "set_experts_implementation"):
-        return model.config, not weights
+        return {}, not weights
     grouped = all(p.dtype == torch.bfloat16 for p in weights)  # grouped products of other types cannot be traced
     chosen = experts or ("grouped_mm" if grouped else "batched_mm")
-    config: Any = copy.copy(model.config)
-    config._experts_implementation = chosen
-    return config, chosen == "batched_mm" or (chosen == "grouped_mm" and grouped)
+    configs: dict[int, Any] = {}
+    for config in {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values():
+        configs[id(config)] = other = copy.copy(config)
+        other._experts_implementation = chosen
+    return configs, chosen == "batched_mm" or (chosen == "grouped_mm" and grouped)

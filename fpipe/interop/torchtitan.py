@@ -25,7 +25,8 @@ from ..schedule import Schedule
 from ..stage import Stage
 from ..tree import matches
 from ._pieces import pieces
-from ._pure import clone, is_experts
+from ._pure import clone
+from ._structure import is_experts
 from .modules import from_module
 
 #: Buffers in which a mixture of experts counts during forward.

@@ -1,17 +1,13 @@
-"""All families of causal models of the installed transformers package: each is equal to its unsplit model, or refused.
+"""All families of causal models of the installed transformers package: tiny models, in stages and unsplit.
 
-    PYTHONPATH=.:tests/helpers python -m huggingface_survey [NAME ...]
-
-prints one row per family, then the counts, and exits with 1 if a family is wrong or fails without an error of fpipe.
+``examine`` trains a family for one step under 1F1B and under ZBV, traced and with rows padded on the left, and compares
+with autograd on the unsplit model. ``benchmarks/trial_families.py`` does so for all of them.
 """
 
 from __future__ import annotations
 
-import signal
-import sys
-import warnings
-from collections import Counter
-from collections.abc import Iterator
+import inspect
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import fpipe
 from fpipe.interop import huggingface
 
-LAYERS, ROWS, LENGTH, VOCABULARY = 4, 2, 7, 64
-SECONDS = 90
+LAYERS, ROWS, MICROBATCHES, LENGTH, VOCABULARY = 4, 4, 2, 7, 64
 
 #: attributes of configurations -> small values; a configuration gets those that its defaults have
 SMALL: dict[str, Any] = {
@@ -44,8 +39,8 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "state_size", "ssm_state_size", "mamba_d_state"), 8),
     **dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_headdim", "mamba_num_heads", "mamba_head_dim"), 8),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
-    "vocab_size": VOCABULARY, "rotary_dim": 4, "time_step_rank": 4, "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4, "lru_width": 32,
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY), "rotary_dim": 4, "time_step_rank": 4,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "lru_width": 32,
 }  # fmt: skip
 ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 #: what a family needs beyond these
@@ -68,7 +63,8 @@ MORE: dict[str, dict[str, Any]] = {
 
 
 class Row(NamedTuple):
-    """What became of a family: equal, refused, wrong, failed, or unknown where no small model could be built."""
+    """What became of a family: right, untraced (right, but on autograd), refused, wrong, failed, or unknown, where no
+    small model could be built."""
 
     family: str
     end: str
@@ -76,7 +72,7 @@ class Row(NamedTuple):
 
 
 def small(family: str) -> Any:
-    """A small model of a family with random weights, in eval mode."""
+    """A small model of a family with random weights, in training without dropout."""
     kind = transformers.AutoConfig.for_model(family)
     config = _shrunk(kind, MORE.get(family, {}))
     torch.manual_seed(0)
@@ -84,7 +80,7 @@ def small(family: str) -> Any:
     wanted = cls.config_class
     if wanted is not None and not isinstance(config, wanted):
         config = next(part for part in vars(config).values() if isinstance(part, wanted))
-    model = cls(config).eval()
+    model = cls(config).train()
     with torch.no_grad():
         for parameter in model.parameters():  # biases and scales that begin as 0 or 1 would hide mistakes
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -97,6 +93,7 @@ def _shrunk(config: Any, more: dict[str, Any]) -> Any:
     changes = {name: value for name, value in {**SMALL, **ENDS}.items() if name in known or hasattr(config, name)}
     lists = {name: value[:LAYERS] for name, value in known.items() if isinstance(value, list) and len(value) >= LAYERS}
     lists = {name: value for name, value in lists.items() if name.endswith(("_types", "_type", "block_configs"))}
+    changes |= {name: 0.0 for name, value in known.items() if _is_dropout(name) and isinstance(value, float)}
     changes = {name: value for name, value in changes.items() if name not in parts}
     shrunk = {name: _shrunk(part, {}).to_dict() for name, part in parts.items()}
     for attempt in ({**changes, **lists, **shrunk, **more}, {**changes, **shrunk, **more}, {**changes, **more}):
@@ -107,60 +104,94 @@ def _shrunk(config: Any, more: dict[str, Any]) -> Any:
     raise last
 
 
-def unsplit(model: Any, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits, and gradients of their weighted sum, of the model itself."""
+def batch() -> tuple[Tensor, Tensor]:
+    """Token ids, and a mask that pads two rows on the left."""
+    ids = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :2], mask[2, :3] = 0, 0
+    return ids, mask
+
+
+def weighted(logits: Tensor, weights: Tensor) -> Tensor:
+    """A loss that reads every logit but those of padding, whose weights are 0."""
+    return torch.where(weights == 0, 0.0, logits.float() * weights).sum()
+
+
+def unsplit(model: Any, ids: Tensor, side: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Weights, the mean loss over microbatches, and its gradients by autograd."""
     leaves = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    logits = model(input_ids=ids, use_cache=False).logits
-    grads = torch.autograd.grad(_sum(logits), list(leaves.values()), allow_unused=True)
-    return logits.detach(), {n: g for n, g in zip(leaves, grads, strict=True) if g is not None}
+    total, grads, rows = torch.zeros(()), dict[str, Tensor](), ROWS // MICROBATCHES
+    with torch.no_grad():
+        logits = _logits(model, ids, side)
+    weights = torch.linspace(-1, 1, logits.numel()).view(logits.shape)
+    if "attention_mask" in side and logits.shape[:2] == side["attention_mask"].shape:
+        weights = weights * side["attention_mask"][..., None]
+    for low in range(0, ROWS, rows):
+        part = slice(low, low + rows)
+        logits = _logits(model, ids[part], {name: value[part] for name, value in side.items()})
+        loss = weighted(logits, weights[part]) / MICROBATCHES
+        found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        total = total + loss.detach()
+        for name, grad in zip(leaves, found, strict=True):
+            if grad is not None:
+                grads[name] = grads.get(name, 0) + grad
+    return weights, total, grads
 
 
-def split(model: Any, ids: Tensor, count: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same by the stages, one after another; gradients of tied parameters are added."""
+def _logits(model: Any, ids: Tensor, side: dict[str, Tensor]) -> Tensor:
+    return model(input_ids=ids, use_cache=False, **side).logits
+
+
+def split(
+    model: Any, schedule: str, ids: Tensor, weights: Tensor, side: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor], bool]:
+    """The same by a pipeline on two ranks, and whether every stage was traced. Tied parameters count once."""
+    count = {"1F1B": 2, "ZBV": 4}[schedule]
     stages, params = huggingface.stages(model, count, aux_loss=False)
-    leaves = [{n: t.requires_grad_(t.is_floating_point()) for n, t in own.items()} for own in params]
-    x: Any = ids
-    for stage, own in zip(stages, leaves, strict=True):
-        x = stage(own, x)
-    flat = [(name, t) for own in leaves for name, t in own.items() if t.requires_grad]
-    grads = torch.autograd.grad(_sum(x), [t for _, t in flat], allow_unused=True)
+    taken = {name: value for name, value in side.items() if name in stages[0].fn.__signature__.parameters}
+    pipe = fpipe.pipeline(stages, schedule, loss=weighted, microbatches=MICROBATCHES, group=fpipe.local(2))
+    loss, grads = fpipe.value_and_grad(pipe)(params, ids, weights, **taken)
     first = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
     names = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
-    total: dict[str, Tensor] = {}
-    for (name, _), grad in zip(flat, grads, strict=True):
-        if grad is not None:
-            total[names[name]] = total.get(names[name], 0) + grad
-    return x.detach(), total
+    found = {names[name]: grad for own in grads for name, grad in own.items() if grad is not None and name in names}
+    return loss, found, all(stage.engine != "eager" for stage in stages)
 
 
-def _sum(logits: Tensor) -> Tensor:
-    return (logits.float() * torch.linspace(-1, 1, logits.numel()).view(logits.shape)).sum()
-
-
-def examine(family: str, count: int = 2) -> Row:
+def examine(family: str, schedules: Sequence[str] = ("1F1B", "ZBV")) -> Row:
     """Split a family and compare."""
     try:
         model = small(family)
     except Exception as error:
         return Row(family, "unknown", f"no small model: {_brief(error)}")
-    ids = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    ids, mask = batch()
+    side = {"attention_mask": mask} if "attention_mask" in inspect.signature(model.forward).parameters else {}
     want, alone = None, ""
     try:
-        want = unsplit(model, ids)
+        want = unsplit(model, ids, side)
     except Exception as error:
         alone = _brief(error)
-    try:
-        found, mine = split(model, ids, count)
-    except fpipe.FpipeError as error:
-        return Row(family, "refused", str(error))
-    except Exception as error:
-        return Row(family, "failed", _brief(error))
-    if want is None:
-        return Row(family, "wrong", f"split, but the model itself fails: {alone}")
-    logits, grads = want
-    error = _distance({"logits": found}, {"logits": logits}), _distance(mine, grads)
-    right = error[0] < 1e-5 and error[1] < 1e-4 and mine.keys() == grads.keys()
-    return Row(family, "equal" if right else "wrong", f"logits {error[0]:.1e}, gradients {error[1]:.1e}")
+    worst, traced = [0.0, 0.0], True
+    for schedule in schedules:
+        try:
+            loss, grads, all_traced = split(model, schedule, ids, want[0] if want else torch.ones(ROWS, 1, 1), side)
+        except fpipe.StageError as error:
+            return Row(family, "refused", str(error))
+        except Exception as error:
+            return Row(family, "failed", f"{schedule}: {_brief(error)}")
+        if want is None:
+            return Row(family, "wrong", f"split, but the model itself fails: {alone}")
+        weights, total, reference = want
+        scale = float(weights.abs().sum()) / MICROBATCHES
+        errors = float((loss - total).abs()) / scale, _distance(grads, reference)
+        worst, traced = [max(a, b) for a, b in zip(worst, errors, strict=True)], traced and all_traced
+        if not (errors[0] < 1e-6 and errors[1] < 1e-4):
+            return Row(family, "wrong", f"{schedule}: loss {errors[0]:.1e}, gradients {errors[1]:.1e}")
+    text = "loss {:.1e}, gradients {:.1e}".format(*worst)
+    return Row(family, "right" if traced else "untraced", text)
+
+
+def _is_dropout(name: str) -> bool:
+    return any(word in name for word in ("dropout", "pdrop", "layerdrop", "jitter"))
 
 
 def _distance(found: dict[str, Tensor], want: dict[str, Tensor]) -> float:
@@ -171,38 +202,3 @@ def _distance(found: dict[str, Tensor], want: dict[str, Tensor]) -> float:
 
 def _brief(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:200]
-
-
-def survey(names: list[str]) -> Iterator[Row]:
-    """The families by name, each for a limited time."""
-
-    def late(*_: object) -> None:
-        raise TimeoutError(f"longer than {SECONDS} s")
-
-    signal.signal(signal.SIGALRM, late)
-    for family in names:
-        signal.alarm(SECONDS)
-        try:
-            yield examine(family)
-        except TimeoutError as error:
-            yield Row(family, "unknown", str(error))
-        finally:
-            signal.alarm(0)
-
-
-def main() -> int:
-    """Print the survey."""
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    rows = []
-    for row in survey(sys.argv[1:] or sorted(FAMILIES)):
-        rows.append(row)
-        print(f"{row.family:24} {row.end:8} {row.text}", flush=True)
-    counts = Counter(row.end for row in rows)
-    print(", ".join(f"{count} {end}" for end, count in counts.most_common()), f"of {len(rows)}")
-    return 1 if counts["wrong"] + counts["failed"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,10 +9,13 @@ import torch
 
 pytest.importorskip("transformers")
 
+import transformers
+
 import fpipe
 import huggingface_survey
 from fpipe import tree
-from fpipe.interop import huggingface
+from fpipe.interop import _layers, huggingface
+from fpipe.interop._structure import structure_of
 from fpipe.programs.trace_cache import trace
 from huggingface_decoders import ACCEPTANCE, FAMILIES, decoder, distance, tokens, unsplit
 
@@ -217,17 +220,11 @@ def test_mistakes(options: dict[str, Any], message: str):
         huggingface.stages(decoder("llama", layers=2), **options)
 
 
-@pytest.mark.parametrize("family", ["ctrl", "nanochat", "inkling_text", "zamba", "bloom", "nemotron_h", "reformer"])
-def test_a_family_that_stages_cannot_express_is_refused(family: str):
-    """They repeat what the model does once, leave out what it does between layers, or fail in its code."""
-    row = huggingface_survey.examine(family)
-    assert row.end == "refused", row
-    assert row.text.startswith("fpipe cannot split"), row
-
-
-@pytest.mark.parametrize("family", ["gptj", "olmo", "lfm2"])
-def test_a_family_is_equal_or_refused(family: str):
-    assert huggingface_survey.examine(family).end in ("equal", "refused")
+def test_a_model_whose_forward_fails_is_refused():
+    model = decoder("llama", layers=2)
+    model.lm_head = torch.nn.Linear(3, 4)
+    with pytest.raises(fpipe.StageError, match=r"cannot split LlamaForCausalLM: its own forward fails on 4 tokens"):
+        huggingface.stages(model, 2)
 
 
 class Backwards(torch.nn.ModuleList):
@@ -237,11 +234,102 @@ class Backwards(torch.nn.ModuleList):
         return [*reversed(list(self))] if isinstance(index, slice) else super().__getitem__(index)
 
 
-def test_layers_that_run_in_another_order_are_refused():
+def test_layers_are_cut_in_the_order_in_which_they_run():
     model = decoder("llama", layers=4)
     model.model.layers = Backwards(model.model.layers)
-    with pytest.raises(fpipe.StageError, match=r"cannot split LlamaForCausalLM: stage 0 \(LlamaForCausalLM\[0:2\]\)"):
+    _, params = huggingface.stages(model, None, cuts=[1])
+    assert {name.split(".")[2] for name in params[0] if "layers" in name} == {"3"}
+    assert agrees(model, run(model))
+
+
+# ---- what families do between layers --------------------------------------------------------------------------------
+#: what a family needs, and one that does
+NEEDS = {
+    "layers that return tuples": "bloom",
+    "layers one level deeper, and a probability to drop them": "opt",
+    "a list of other modules beside the layers": "granite_swa",
+    "first embeddings in every layer, and layers that are one module": "zamba",
+    "attributes of layers": "nemotron_h",
+    "parameters between layers": "zaya",
+    "a norm without parameters": "nanochat",
+    "values for each layer from one table": "gemma4_text",
+}
+
+
+@pytest.mark.parametrize("family", NEEDS.values(), ids=NEEDS)
+def test_what_families_do_between_layers(family: str):
+    row = huggingface_survey.examine(family, ["1F1B"])
+    assert row.end == "right", row
+
+
+def passed(model: Any, cuts: list[int]) -> list[int]:
+    """How many tensors each stage takes."""
+    stages, _ = huggingface.stages(model, cuts=cuts)
+    return [len(stage.fn.part.takes) for stage in stages[1:]]
+
+
+def test_only_what_later_layers_use_is_passed_on():
+    assert passed(decoder("llama", layers=3), [1, 2]) == [1, 1]
+    assert passed(huggingface_survey.small("zamba"), [2, 6]) == [2, 2]  # and the embeddings
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "opt"])
+def test_equal_layers_are_traced_once(family: str):
+    model = huggingface_survey.small(family)
+    stages, params = huggingface.stages(model, 1)
+    trace(stages[0], params[0], tokens(2))
+    layers = [stages[0].fn.module.get_submodule(name) for name in structure_of(model).layers]
+    shared = set(map(_layers._shared, layers))
+    assert len(shared) == 1
+    assert None not in shared
+
+
+def seq2seq() -> Any:
+    """A T5 with two layers on each side."""
+    shape = {"vocab_size": 48, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2, "dropout_rate": 0.0}
+    config = transformers.T5Config(num_layers=2, num_decoder_layers=2, decoder_start_token_id=0, **shape)
+    torch.manual_seed(0)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def test_an_encoder_and_a_decoder():
+    model, mask = seq2seq(), padded()["attention_mask"].flip(1)
+    labels = tokens(ROWS, 5, seed=2)
+    loss = lambda y, t: torch.nn.functional.cross_entropy(y.flatten(0, 1), t.flatten())
+    stages, params = huggingface.stages(model, cuts=[1, 3])
+    pipe = fpipe.pipeline(stages, "GPipe", loss=loss, microbatches=MICROBATCHES, group=fpipe.local(3))
+    side = {"attention_mask": mask, "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels)}
+    value, grads = fpipe.value_and_grad(pipe)(params, tokens(ROWS), labels, **side)
+    want = sum(
+        loss(model(input_ids=part, **{n: v.chunk(MICROBATCHES)[i] for n, v in side.items()}).logits, t) / MICROBATCHES
+        for i, (part, t) in enumerate(zip(tokens(ROWS).chunk(MICROBATCHES), labels.chunk(MICROBATCHES), strict=True))
+    )
+    want.backward()
+    assert abs(float(value / want.detach()) - 1) < 1e-6
+    reference = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
+    assert distance(grads, reference) < 1e-6
+
+
+def test_other_inputs_than_token_ids_need_an_example():
+    shape = {"d_model": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24}
+    shape |= {"decoder_ffn_dim": 24, "max_source_positions": 8, "num_mel_bins": 8, "vocab_size": 48, "dropout": 0.0}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = transformers.WhisperConfig(encoder_layers=1, decoder_layers=1, **shape, **ends)
+    model = transformers.WhisperForConditionalGeneration(config).eval()
+    with pytest.raises(fpipe.StageError, match="takes 'input_features' in place of token ids; give an example"):
         huggingface.stages(model, 2)
+    sound, ids = torch.randn(2, 8, 16), tokens(2, 5)
+    stages, params = huggingface.stages(model, 2, example={"input_features": sound, "decoder_input_ids": ids})
+    y = stages[1](params[1], stages[0](params[0], sound, decoder_input_ids=ids), decoder_input_ids=ids)
+    torch.testing.assert_close(y, model(input_features=sound, decoder_input_ids=ids).logits)
+
+
+def test_layers_that_are_dropped_at_random_are_refused():
+    model = huggingface_survey.small("opt")
+    model.model.decoder.layerdrop = 0.5
+    with pytest.raises(fpipe.StageError, match=r"drops layers at random in training \(layerdrop=0.5\)"):
+        huggingface.stages(model, 2)
+    assert len(huggingface.stages(model.eval(), 2)[0]) == 2
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -279,18 +367,24 @@ def test_other_modules_are_sent_to_from_module():
         huggingface.stages(torch.nn.Linear(2, 2), 1)
 
 
-def test_a_model_with_adapters_is_sent_to_the_one_inside():
-    """As PEFT wraps it: its base model is a tuner, which has the causal model as an attribute."""
+def test_a_model_inside_wrappers():
+    """As PEFT wraps it: in a tuner, which is in another module."""
 
     class Tuner(torch.nn.Module):
         def __init__(self, model: Any):
             super().__init__()
             self.model = model
 
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.model(*args, **kwargs)
+
     class Wrapped(torch.nn.Module):
         def __init__(self, model: Any):
             super().__init__()
             self.base_model, self.config = Tuner(model), model.config
 
-    with pytest.raises(fpipe.StageError, match=r"pass the LlamaForCausalLM inside it, model\.base_model\.model"):
-        huggingface.stages(Wrapped(decoder("llama", layers=2)), 2)
+        def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+            return self.base_model(input_ids=input_ids, **kwargs)
+
+    model = Wrapped(decoder("llama", layers=2))
+    assert agrees(model, run(model))

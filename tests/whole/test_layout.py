@@ -61,7 +61,7 @@ PACKAGES = {
     "interop": Entry(
         "other people's models, trainers, files",
         "plans",
-        "collectives errors generators running saving schedule stage transforms tree",
+        "collectives errors generators programs running saving schedule stage transforms tree",
     ),
     "testing": Entry("fake groups, conformance suite", "schedules, programs", "collectives errors tree"),
     "command": Entry(
@@ -79,6 +79,7 @@ PRIVATE_TORCH = {
     "collectives.ops": {"_c10d_functional"},
     "interop._places": {"_buffers", "_parameters"},
     "interop._pure": {"_buffers", "_disable_current_modes", "_modules", "_parameters", "_python_dispatch"},
+    "interop._recorder": {"_python_dispatch"},
     "interop._replaced": {"_compiled_call_impl"},
     "interop.fsdp": {"_version"},
     "interop.huggingface": {"_experts_implementation"},

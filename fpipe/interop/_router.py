@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The auxiliary loss of the routers of a mixture of experts, over the layers of all stages.
+
+transformers' load-balancing loss multiplies two sums over all layers, so it is not a sum of losses of single stages:
+the sums are passed on with the activations, and the last stage multiplies. This module must not know stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ..errors import StageError
+
+
+class Totals(NamedTuple):
+    """Tokens sent to each expert, the sum of each expert's probability, and rows counted, over the layers so far."""
+
+    tokens: torch.Tensor
+    probabilities: torch.Tensor
+    rows: int | torch.Tensor  # a tensor where a mask decides
+
+
+class Router(NamedTuple):
+    """The number of experts, how many each token uses, and the weight of the loss."""
+
+    experts: int
+    top_k: int
+    coefficient: float
+
+    def start(self, device: torch.device) -> Totals:
+        """Totals of no layer."""
+        zeros = torch.zeros(self.experts, dtype=torch.float32, device=device)
+        return Totals(zeros, zeros, 0)
+
+    def add(self, totals: Totals, logits: Sequence[torch.Tensor], mask: torch.Tensor | None) -> Totals:
+        """Totals with more layers; rows that the mask (batch, length) leaves out are not counted."""
+        tokens, probabilities, rows = totals
+        for layer in logits:
+            shares = nn.functional.softmax(layer, dim=-1)
+            _, chosen = torch.topk(shares, self.top_k, dim=-1)
+            hits = (chosen.unsqueeze(-1) == torch.arange(self.experts, device=layer.device)).sum(1).float()
+            shares = shares.float()
+            if mask is not None:
+                keep = mask.reshape(-1, 1).to(torch.float32)
+                hits, shares = hits * keep, shares * keep
+            tokens = tokens + hits.sum(0)
+            probabilities = probabilities + shares.sum(0)
+            rows = rows + (layer.shape[0] if mask is None else mask.sum().to(torch.float32))
+        return Totals(tokens, probabilities, rows)
+
+    def loss(self, totals: Totals) -> torch.Tensor:
+        """The loss with its coefficient.
+
+        >>> router = Router(experts=2, top_k=1, coefficient=0.5)
+        >>> float(router.loss(router.add(router.start(torch.device("cpu")), [torch.zeros(4, 2)], None)))
+        0.5
+        """
+        tokens, probabilities, rows = totals
+        return self.coefficient * self.experts * torch.sum((tokens / rows) * (probabilities / rows))
+
+
+def router_of(model: nn.Module) -> Router:
+    """The router of a causal model, from the attributes that these models have in common."""
+    names = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
+    experts, top_k, coefficient = (getattr(model, name, None) for name in names)
+    if experts is None or top_k is None or coefficient is None:
+        raise StageError(f"{type(model).__name__} has no router loss to add; say aux_loss=False")
+    return Router(experts, top_k, coefficient)

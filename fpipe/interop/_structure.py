@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The modules of a model between which stages are cut: its layers, and what else its forward calls.
+
+Layers are the items of lists of modules. The modules that contain such a list are the trunk: their own code runs
+between layers, as do modules without parameters. Every other child of the trunk is, like a layer, a unit, which one
+stage runs as a whole. This module must not know any family of models by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+from torch import nn
+
+from ..errors import StageError
+
+#: The class of transformers that most layers have as a base.
+_LAYER = "GradientCheckpointingLayer"
+#: Of lists whose items have another class, those count that have this share of the parameters of the largest.
+_SHARE = 0.1
+
+
+class Structure(NamedTuple):
+    """The units of a model by module, with their dotted names, and which of them are layers."""
+
+    trunk: tuple[str, ...]
+    units: dict[nn.Module, str]
+    layers: frozenset[str]
+
+
+def structure_of(model: nn.Module) -> Structure:
+    """The units of a model of the transformers package.
+
+    Raises:
+        StageError: if the model is none, or has no list of layers.
+    """
+    if not hasattr(model, "config"):
+        raise StageError(
+            f"{type(model).__name__} is no causal model of the transformers package; "
+            "fpipe.from_module cuts other modules"
+        )
+    lists = _lists(model)
+    if not lists:
+        raise StageError(
+            f"fpipe cannot split {type(model).__name__}: it has no list of layers; write its stages as functions"
+        )
+    trunk = {name.rsplit(".", up)[0] for name in lists for up in range(1, name.count(".") + 1)} | {""}
+    units = dict(_units(model, "", {*trunk, *lists}))
+    layers = frozenset(name for name in units.values() if name.rpartition(".")[0] in lists)
+    return Structure(tuple(sorted(trunk)), units, layers)
+
+
+def _units(module: nn.Module, prefix: str, opened: Collection[str]) -> Iterator[tuple[nn.Module, str]]:
+    """The outermost modules that are called as a whole: neither opened ones nor containers.
+
+    Those without parameters count where they are random, since only one stage may draw.
+    """
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        if path in opened or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _units(child, path, opened)
+        elif "dropout" in type(child).__name__.lower() or next(child.parameters(), None) is not None:
+            yield child, path
+
+
+def _lists(model: nn.Module) -> list[str]:
+    """The names of the lists of layers."""
+    found = dict(_module_lists(model, ""))
+    known = [name for name, child in found.items() if any(map(_is_layer, child))]
+    if known:
+        return known
+    sizes = {name: sum(p.numel() for p in child.parameters()) for name, child in found.items()}
+    return [name for name, size in sizes.items() if size and size >= _SHARE * max(sizes.values())]
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return any(cls.__name__ == _LAYER for cls in type(module).__mro__)
+
+
+def _module_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.ModuleList]]:
+    """The lists of modules that are in no layer, by name; of lists within lists, the inner ones only."""
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        inside = [] if _is_layer(child) else list(_module_lists(child, path))
+        if isinstance(child, nn.ModuleList) and len(child) and (any(map(_is_layer, child)) or not inside):
+            yield path, child
+        else:
+            yield from inside
+
+
+def is_rotary(module: nn.Module) -> bool:
+    """Whether a module computes rotary embeddings, by the name of its class.
+
+    >>> is_rotary(nn.Linear(1, 1))
+    False
+    """
+    return "rotary" in type(module).__name__.lower()
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module is the experts of a mixture, by the name of its class.
+
+    >>> is_experts(nn.Linear(2, 2))
+    False
+    """
+    return type(module).__name__.lower().endswith("experts")
+
+
+def outside(module: nn.Module, units: Collection[nn.Module], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """A module and those in it that are not in one of the units alone, with their names and a dot.
+
+    >>> model = nn.Sequential(nn.ReLU(), nn.Linear(1, 1))
+    >>> [name for name, _ in outside(model, [model[1]])]
+    ['', '0.']
+    """
+    yield prefix, module
+    for name, child in module.named_children():
+        if child not in units:
+            yield from outside(child, units, f"{prefix}{name}.")
