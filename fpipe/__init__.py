@@ -47,6 +47,7 @@ _TABLE = {
     "schedule": "Action Fused Placement Schedule",
     "schedules.costs": "Costs",
     "schedules.timeline": "Timeline",
+    "generators.solver.solve": "Solved solve",
     "stage": "Stage block remat",
     "transforms": "Transform accumulate adamw add_noise apply_updates cast chain clip_by_global_norm"
     " clip_by_value dynamic_loss_scale ema from_torch global_norm identity lion masked"
@@ -82,6 +83,8 @@ if TYPE_CHECKING:
     from .generators import schedule_names as schedule_names
     from .generators.balancing import balance as balance
     from .generators.packing import pack as pack
+    from .generators.solver.solve import Solved as Solved
+    from .generators.solver.solve import solve as solve
     from .interop.modules import from_module as from_module
     from .interop.modules import to_module as to_module
     from .plans.weaving.segments import segment as segment

@@ -23,6 +23,7 @@ The schedules by name are for unit costs without communication. With measured on
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import inf
@@ -67,10 +68,20 @@ def automatic_zero_bubble(ranks: int, microbatches: int, costs: Costs, *, limit:
     return one_a_rank(name or "AutomaticZeroBubble", _best(ranks, microbatches, costs, limit), microbatches, ranks)
 
 
-def _best(ranks: int, microbatches: int, costs: Costs, limit: float) -> list[str]:
-    tries: list[_Run] = []
+def rounds(ranks: int, microbatches: int, costs: Costs, limits: Sequence[float]) -> Iterator[Rounds]:
+    """The heuristic under each setting of its two choices; ``limits`` are by rank.
+
+    >>> next(rounds(2, 2, Costs(), (2, 1))).patterns
+    ['FFIWIW', 'FIFIWW']
+    """
     for choices in product((False, True), repeat=2):
-        tries.append(_Run(ranks, microbatches, costs, limit, *choices))
+        yield Rounds(ranks, microbatches, costs, limits, *choices)
+
+
+def _best(ranks: int, microbatches: int, costs: Costs, limit: float) -> list[str]:
+    tries: list[Rounds] = []
+    for choices in product((False, True), repeat=2):
+        tries.append(Rounds(ranks, microbatches, costs, (limit,) * ranks, *choices))
         if tries[-1].span <= tries[-1].least_span * _ALMOST:
             break
     return min(tries, key=attrgetter("span")).patterns
@@ -98,21 +109,21 @@ class _Rank:
         self.pattern.append(op)
 
 
-class _Run:
+class Rounds:
     """One run of the heuristic, for one setting of its two choices. Its methods extend the rows of the ranks."""
 
     def __init__(
-        self, ranks: int, microbatches: int, costs: Costs, limit: float, one_more: bool, leave_out: bool
+        self, ranks: int, microbatches: int, costs: Costs, limits: Sequence[float], one_more: bool, leave_out: bool
     ) -> None:
         times, memory = costs.times(ranks), costs.memory(ranks)
         self.F, self.I, self.saved = times["F"], times["I"], memory["F"]
         self.work = [microbatches * (f + i + w) for f, i, w in zip(self.F, self.I, times["W"], strict=True)]
         self.links = (*costs.links(ranks), 0.0)  #: from each rank to the next
-        self.microbatches, self.limit = microbatches, limit * _ALMOST
+        self.microbatches, self.limits = microbatches, [limit * _ALMOST for limit in limits]
         of_rank = lambda rank, table: {op: table[op][rank] for op in "FIW"}
         self.ranks = [_Rank(of_rank(rank, times), of_rank(rank, memory)) for rank in range(ranks)]
         self.most_idle = 0.0
-        self._warm_up(self._room(limit), one_more)
+        self._warm_up(self._room(limits), one_more)
         while len(self.ranks[0].inwards) < microbatches:
             self._round(leave_out)
         self.patterns = ["".join(rank.pattern) + "W" * rank.waiting for rank in self.ranks]
@@ -128,25 +139,26 @@ class _Run:
         many as fit in memory."""
         start, back = 0.0, sum(self.F) + sum(self.links) + sum(self.I) + sum(self.links)
         spans = []
-        for work, f, i, link, saved in zip(self.work, self.F, self.I, self.links, self.saved, strict=True):
+        rows = zip(self.work, self.F, self.I, self.links, self.saved, self.limits, strict=True)
+        for work, f, i, link, saved, limit in rows:
             back -= i  # I0 of this rank can start here
-            room = min(self.microbatches, self.limit // saved if saved > 0 else inf)
+            room = min(self.microbatches, limit // saved if saved > 0 else inf)
             spans.append(work + max(0.0, back - start - room * f))
             start, back = start + f + link, back - link
         return max(spans)
 
     # ---- steps --------------------------------------------------------------------------------------------------
-    def _room(self, limit: float) -> list[int]:
+    def _room(self, limits: Sequence[float]) -> list[int]:
         """How many Fs each rank may run before its first I: what fits in memory, and fewer than the rank before."""
         room, most = [], inf
-        for saved in self.saved:
-            most = min(most - 1, self.limit // saved if saved > 0 else inf)
+        for saved, limit in zip(self.saved, self.limits, strict=True):
+            most = min(most - 1, limit // saved if saved > 0 else inf)
             room.append(int(min(most, self.microbatches)))
         if room[-1] < 1:
             ranks = len(room)
             what = f"rank r of {ranks} starts {ranks} - r microbatches before the first backward reaches it"
             remedy = f"give at least {ranks} times what a microbatch saves"
-            raise ScheduleError(f"limit={limit} is too little: {what}; {remedy}", rule="limit")
+            raise ScheduleError(f"limit={limits[0]} is too little: {what}; {remedy}", rule="limit")
         return room
 
     def _warm_up(self, room: list[int], one_more: bool) -> None:
@@ -191,7 +203,7 @@ class _Run:
     def _can_forward(self, rank: int) -> bool:
         me = self.ranks[rank]
         available = len(self.ranks[rank - 1].forwards) if rank else self.microbatches
-        return len(me.forwards) < available and me.held + me.adds["F"] + me.waiting * me.adds["W"] <= self.limit
+        return len(me.forwards) < available and me.held + me.adds["F"] + me.waiting * me.adds["W"] <= self.limits[rank]
 
     def _can_wait(self, rank: int) -> bool:
         """Whether the next rank does without this one's F for now, and this one would not idle most for it."""
@@ -212,7 +224,7 @@ class _Run:
     def _forward(self, rank: int) -> None:
         me = self.ranks[rank]
         ready = self.ranks[rank - 1].forwards[len(me.forwards)] + self.links[rank - 1] if rank else 0.0
-        while me.waiting and me.held + me.adds["F"] > self.limit:
+        while me.waiting and me.held + me.adds["F"] > self.limits[rank]:
             me.run("W")
         self._wait(me, ready)
         me.run("F")

@@ -21,8 +21,9 @@ _EVERY = 0.1  #: seconds between two pictures of it
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Track]:
-    """Around the work; ``track(items)`` yields the items, and lets the line show how many were processed.
+def progress(what: str | Callable[[], str]) -> Iterator[Track]:
+    """Around the work; ``track(items)`` yields the items, and lets the line show how many were processed. ``what`` is
+    a text, or a function that returns the present one.
 
     >>> with progress("reading") as track:
     ...     list(track([1, 2]))
@@ -47,7 +48,7 @@ def progress(what: str) -> Iterator[Track]:
             thread.join(_END)
 
 
-def _show(what: str, counts: Sequence[int], done: threading.Event) -> None:
+def _show(what: str | Callable[[], str], counts: Sequence[int], done: threading.Event) -> None:
     if done.wait(AFTER):
         return
     from rich.console import Console  # slow, and seldom needed
@@ -55,6 +56,7 @@ def _show(what: str, counts: Sequence[int], done: threading.Event) -> None:
 
     columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as line:
-        task = line.add_task(what, total=None)
+        text = what if callable(what) else lambda: what
+        task = line.add_task(text(), total=None)
         while not done.wait(_EVERY):
-            line.update(task, completed=counts[0], total=counts[1] if counts[1] > 1 else None)
+            line.update(task, description=text(), completed=counts[0], total=counts[1] if counts[1] > 1 else None)

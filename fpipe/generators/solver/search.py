@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The search: starts, local search and exact search under one deadline, for one or several placements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import inf
+from random import Random
+from time import monotonic
+
+from ...errors import ScheduleError
+from ...schedule import Schedule
+from ...schedules.costs import Costs
+from . import starts
+from .bounds import Bound
+from .fill import Filled, Setting, best_fill, fill
+from .fused import merged
+from .local import anneal
+from .periodic import extended
+from .problem import ALMOST, Orders, Problem, Rows, passes_of
+
+SMALL = 3000  #: forwards up to which all named schedules are starts, and orders are annealed
+_DRAWS = 0.5  #: the share of the time that is spent on drawing blocks
+
+
+class Task:
+    """A problem with one order of microbatches, shortened if there are many, and its best solution so far."""
+
+    def __init__(self, problem: Problem, bound: float):
+        self.whole, self.bound = problem, bound
+        kept = 3 * problem.ranks + 8
+        short = problem.even and problem.microbatches > 1.25 * kept and problem.stages * problem.microbatches > SMALL
+        self.problem = problem.taking(range(kept)) if short else problem
+        self.more = problem.microbatches - self.problem.microbatches
+        self.work = self.more * max(self.problem.work) / self.problem.microbatches  #: of what was left out
+        self.filled: Filled | None = None
+        self.setting = Setting(inf, 0.0)
+        self.blocks: starts.Blocks | None = None
+
+    @property
+    def span(self) -> float:
+        """What the best solution would take in full."""
+        return inf if self.filled is None else self.filled.span + self.work
+
+    def offer(self, filled: Filled | None, setting: Setting) -> None:
+        """Keep a solution that is better."""
+        if filled is not None and (self.filled is None or filled.span < self.filled.span * (1 - 1e-12)):
+            self.filled, self.setting = filled, setting
+
+    def offer_orders(self, orders: Orders | None) -> float:
+        """Fill orders, and return their span."""
+        if orders is None:
+            return inf
+        filled, setting = best_fill(self.problem, orders, self.bound - self.work)
+        self.offer(filled, setting)
+        return inf if filled is None else filled.span
+
+    def schedule(self) -> Schedule | None:
+        """The best solution in full; None where its middle has no period."""
+        if self.filled is None:
+            return None
+        rows: Rows | None = self.filled.rows
+        if self.more:
+            rows = extended(self.filled.rows, self.more) or self._extended_passes()
+        return None if rows is None else self.whole.schedule(rows)
+
+    def _extended_passes(self) -> Rows | None:
+        """In full, where the Ws have no period but the passes may have one."""
+        assert self.filled is not None
+        passes = extended([[one for one in row if one[0] < 2] for row in self.filled.rows], self.more)
+        if passes is None:
+            return None
+        setting = self.setting._replace(target=self.setting.target + self.work)
+        filled = fill(self.whole, passes_of(passes, self.whole.stages), *setting)
+        return None if filled is None else filled.rows
+
+
+class Search:
+    """The state of a search: ``schedule`` is the best of all, and ``span`` its span."""
+
+    def __init__(self, costs: Costs, time_limit: float, seed: int):
+        self.costs, self.random = costs, Random(seed)
+        self.begin, self.time_limit = monotonic(), time_limit
+        self.schedule: Schedule | None = None
+        self.span, self.bound = inf, Bound(0.0)
+
+    def run(self, problems: Sequence[Problem], bounds: Sequence[Bound]) -> None:
+        """Search until the time has passed, the best is known, or Ctrl-C."""
+        self.bound = min(bounds)
+        tasks = [Task(v, bound) for p, bound in zip(problems, bounds, strict=True) for v in self._variants(p)]
+        try:
+            for task in tasks:
+                self._start(task)
+            self._improve(tasks)
+        except KeyboardInterrupt:
+            if self.schedule is None:
+                for task in tasks:
+                    self._take(task)
+            if self.schedule is None:
+                raise
+
+    def share(self) -> float:
+        """How much of the time has passed; 1 where the best is known."""
+        if self.span <= self.bound * ALMOST:
+            return 1.0
+        return (monotonic() - self.begin) / self.time_limit if self.time_limit > 0 else 1.0
+
+    def note(self) -> str:
+        """The state of the search in a line."""
+        found = f"span {self.span:.6g}, at most {self.span / self.bound - 1:.2%} above the best" if self.bound else ""
+        return f"solving: {found}" if self.schedule else "solving"
+
+    # ---- steps --------------------------------------------------------------------------------------------------
+    def _variants(self, problem: Problem) -> Iterator[Problem]:
+        """The problem with its microbatches in several orders, and without split backwards where these are cheaper."""
+        yield problem
+        times = self.costs.times(problem.stages)
+        if any(b < i + w for i, w, b in zip(times["I"], times["W"], times["B"], strict=True)):
+            yield Problem.of(self.costs, problem.path, problem.ranks, problem.microbatches, problem.limit, whole=True)
+        if not problem.even:
+            up = sorted(range(problem.microbatches), key=lambda k: (problem.load[k], problem.size[k]))
+            for order in (up, up[::-1], up[::2] + up[1::2][::-1], up[::2][::-1] + up[1::2]):
+                yield problem.taking(order)
+
+    def _start(self, task: Task) -> None:
+        for filled in starts.filled(task.problem) if task.bound < self.span else ():
+            task.offer(filled, Setting(task.bound - task.work, 0.0))
+        self._take(task)
+        small = task.whole.stages * task.whole.microbatches <= SMALL
+        before = self.schedule
+        for schedule in starts.named(task.whole, () if small else starts.FEW) if small or not task.filled else ():
+            self._offer(schedule, task.whole.limit)
+            if not small and self.schedule is not before:
+                break  # of many actions the first that fits must do
+        for orders in starts.orders(task.problem):
+            if self.share() >= _DRAWS or min(self.span, task.span) <= task.bound * ALMOST:
+                break
+            task.offer_orders(orders)
+        if task.filled is None and self.schedule is None:
+            task.offer_orders(starts.one_by_one(task.problem))
+        self._take(task)
+
+    def _improve(self, tasks: Sequence[Task]) -> None:
+        for task in tasks:
+            task.blocks = starts.Blocks(task.problem, self.random)
+        while tasks and self.share() < _DRAWS:
+            tasks = [task for task in tasks if task.bound < self.span]
+            for task in tasks[: 1 if len(tasks) == 1 else None]:
+                if task.blocks is not None and self.share() < _DRAWS:
+                    orders, choice = task.blocks.draw()
+                    task.blocks.learn(task.offer_orders(orders), choice)
+        for task in sorted(tasks, key=lambda task: task.span)[:3]:
+            self._take(task)
+        for task in sorted(tasks, key=lambda task: task.span)[:1]:
+            if task.filled is not None and task.problem.stages * task.problem.microbatches <= SMALL:
+                orders = passes_of(task.filled.rows, task.problem.stages)
+                begin = self.share()
+                passed = lambda begin=begin: (self.share() - begin) / max(1e-9, 1 - begin) if begin < 1 else 1.0
+                anneal(task.problem, orders, task.setting, self.random, passed, task.offer)
+            self._take(task)
+
+    # ---- results ------------------------------------------------------------------------------------------------
+    def _take(self, task: Task) -> None:
+        """The solution of a task in full, if it may be the best."""
+        if task.span < self.span and (schedule := task.schedule()) is not None:
+            self._offer(schedule)
+            if any(getattr(self.costs, name) is not None for name in ("B", "overlap")):
+                for other in merged(schedule, self.costs):
+                    self._offer(other, task.whole.limit)
+
+    def _offer(self, schedule: Schedule, limit: Sequence[float] = ()) -> None:
+        """Keep a schedule if it is the best so far and within its limits of memory."""
+        try:
+            timeline = schedule.simulate(self.costs)
+        except ScheduleError:
+            return
+        held = timeline.peak_bytes if min(limit, default=inf) < inf else ()
+        if timeline.span < self.span and all(h <= at * ALMOST for h, at in zip(held, limit, strict=False)):
+            self.schedule, self.span = replace(schedule, name=schedule.name or "Solved"), timeline.span

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Orders from which a search starts: those of named schedules, of the zero-bubble heuristic, and of repeated blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from random import Random
+
+from ...errors import ScheduleError
+from ...schedule import Schedule
+from ...schedules.costs import Costs
+from ..automatic import rounds
+from ..catalogue import make_schedule, schedule_names
+from .dispatch import dispatch
+from .fill import Filled
+from .problem import Orders, Problem, orders_of
+
+_STEPS = (0.5, 1.0, 1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0)
+_TARGETS = (1.0, 1.02, 1.05, 1.1, 1.2, 9.0)
+
+
+#: Names that are tried where there are many actions.
+FEW = ("ZBH2", "ZBH1", "ZBVZeroBubble", "VHalf", "VMin", "InterleavedZeroBubble", "Interleaved1F1B")
+
+
+def named(problem: Problem, names: Sequence[str] = ()) -> Iterator[Schedule]:
+    """The named schedules, or only these, that place stages as the problem does."""
+    for name in names or schedule_names():
+        with suppress(ScheduleError):  # it needs other counts
+            few, many = min(2, problem.microbatches), problem.microbatches
+            if all(
+                (schedule := make_schedule(name, problem.ranks, count, problem.stages)).placement.paths
+                == (problem.path,)
+                for count in (few, many)
+            ):
+                yield schedule
+
+
+def one_by_one(problem: Problem) -> Orders:
+    """One microbatch after another: what needs the least memory.
+
+    >>> from fpipe.schedules.costs import Costs
+    >>> one_by_one(Problem.of(Costs(), (0, 1), 2, 1, (1, 1)))
+    [[(0, 0), (2, 0)], [(1, 0), (3, 0)]]
+    """
+    p, count = problem, problem.stages
+    way = [*range(count), *range(2 * count - 1, count - 1, -1)]
+    return [[(one, k) for k in range(p.microbatches) for one in way if p.path[one % count] == rank]
+            for rank in range(p.ranks)]  # fmt: skip
+
+
+def filled(problem: Problem) -> Iterator[Filled]:
+    """What the heuristic for zero bubble gives, where a rank has one stage and backwards are split."""
+    p = problem
+    if p.stages != p.ranks or p.whole or not p.even:
+        return
+    costs = Costs(F=p.F, I=p.I, W=p.W, comm=p.link, saved=p.saved, kept=p.kept)
+    most = 2 * p.microbatches * max(*p.saved, *p.kept, 1.0)
+    with suppress(ScheduleError):  # less memory than it can do with
+        for run in rounds(p.ranks, p.microbatches, costs, [min(limit / max(p.size), most) for limit in p.limit]):
+            rows = [_counted(pattern, rank) for rank, pattern in enumerate(run.patterns)]
+            yield Filled(rows, [work + rank.idle for work, rank in zip(p.work, run.ranks, strict=True)])
+
+
+def _counted(pattern: str, stage: int) -> list[tuple[int, int, int]]:
+    counts = [0, 0, 0]
+    row = []
+    for op in map("FIW".index, pattern):
+        row.append((op, stage, counts[op]))
+        counts[op] += 1
+    return row
+
+
+def orders(problem: Problem) -> Iterator[Orders]:
+    """Those of named schedules."""
+    for schedule in named(problem, FEW if problem.stages * problem.microbatches > 3000 else ()):
+        yield orders_of(schedule)
+
+
+class Blocks:
+    """Starts by chance: the steps from rank to rank on each way through the ranks, and the waits at its ends.
+
+    ``learn`` makes those that are near a good one more likely.
+    """
+
+    def __init__(self, problem: Problem, random: Random):
+        self.problem, self.random = problem, random
+        self.ways = 2 * max(1, problem.stages // problem.ranks)
+        self.period = max(problem.work) / problem.microbatches
+        self.best: list[tuple[float, list[float], list[float], float, bool]] = []
+
+    def draw(self) -> tuple[Orders | None, tuple[list[float], list[float], float, bool]]:
+        """Orders, and the choice that led to them."""
+        random, ways = self.random, self.ways
+        if not self.best or random.random() < 0.3:
+            steps = [random.choice(_STEPS) for _ in range(ways)]
+            waits = [random.random() * self.period / 2 for _ in range(ways)]
+            target, early = random.choice(_TARGETS) * max(self.problem.work), random.random() < 0.8
+        else:
+            _, steps, waits, target, early = random.choice(self.best)
+            steps = [max(0.1, step * random.choice((1, 1, 0.95, 1.05, 0.8, 1.2))) for step in steps]
+            waits = [max(0.0, w + random.choice((0, 0, 0.1, -0.1, 0.3, -0.3)) * self.period) for w in waits]
+            target, early = target * random.choice((1, 1, 0.98, 1.02)), early ^ (random.random() < 0.1)
+        choice = steps, waits, target, early
+        return dispatch(self.problem, self._places(steps, waits), self.period, target, early), choice
+
+    def learn(self, span: float, choice: tuple[list[float], list[float], float, bool]) -> None:
+        """Remember what a choice gave."""
+        self.best = sorted([*self.best, (span, *choice)], key=lambda entry: entry[0])[:8]
+
+    def _places(self, steps: Sequence[float], waits: Sequence[float]) -> list[float]:
+        p, time, ways = self.problem, 0.0, self.ways
+        places = [0.0] * (2 * p.stages)
+        way = lambda s: min(s // p.ranks, ways // 2 - 1)
+        for s in range(p.stages):
+            places[s] = time
+            time += (p.F[s] + (p.link[s] if s + 1 < p.stages else 0.0)) * steps[way(s)]
+            time += waits[way(s)] * (s % p.ranks == p.ranks - 1)
+        for s in reversed(range(p.stages)):
+            places[p.stages + s] = time
+            time += (p.I[s] + (p.link[s - 1] if s else 0.0)) * steps[ways - 1 - way(s)]
+            time += waits[ways - 1 - way(s)] * (s > 0 and s % p.ranks == 0)
+        return places

@@ -1,0 +1,234 @@
+"""The solver: published figures, bounds against brute force, memory, and what a solved schedule is."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+
+import fpipe
+from fpipe import Costs, Placement, Schedule, ScheduleError, Solved, make_schedule, solve
+
+
+def quick(costs: Costs, ranks: int, microbatches: int, placement: str = "any", **options: object) -> Solved:
+    """A search of a tenth of a second."""
+    return solve(costs, ranks, microbatches, placement, progress=False, **{"time_limit": 0.1, **options})  # type: ignore[arg-type]
+
+
+# ---- published figures ----------------------------------------------------------------------------------------------
+#: Zero-bubble paper, tables 5 and 6: p, m, costs, hidden size and heads, bubble rates of ZB-1p and ZB-2p
+PAPER = [
+    (8, 24, (18.522, 18.086, 9.337, 0.601), (2304, 24), 0.1585, 0.0433),
+    (8, 32, (18.513, 18.086, 9.331, 0.626), (2304, 24), 0.1242, 0.0039),
+    (8, 64, (18.546, 18.097, 9.321, 0.762), (2304, 24), 0.0674, 0.0026),
+    (8, 24, (29.718, 29.444, 19.927, 0.527), (4096, 32), 0.1323, 0.0029),
+    (16, 48, (11.347, 11.248, 8.132, 0.377), (5120, 40), 0.1397, 0.0066),
+    (32, 96, (10.419, 10.207, 7.715, 0.408), (6144, 48), 0.1421, 0.0038),
+    (32, 256, (10.419, 10.207, 7.715, 0.408), (6144, 48), 0.0585, 0.0018),
+]
+
+
+def paper_costs(times: tuple[float, ...], hidden: int, heads: int) -> Costs:
+    f, i, w, link = times
+    return Costs(F=f, I=i, W=w, comm=link, saved=34 * hidden + 5 * heads * 1024, kept=32 * hidden)
+
+
+@pytest.mark.parametrize(("p", "m", "times", "model", "one", "two"), PAPER)
+def test_the_rates_of_the_paper_or_less(
+    p: int, m: int, times: tuple[float, ...], model: tuple[int, int], one: float, two: float
+) -> None:
+    costs = paper_costs(times, *model)
+    for copies, rate in ((1, one), (2, two)):
+        limit = copies * p * costs.memory(1)["F"][0]
+        s = quick(costs, p, m, "one", memory=limit)
+        assert round(s.check().simulate(costs).bubble, 4) <= rate
+        assert max(s.timeline.peak_bytes) <= limit * (1 + 1e-9)
+        if copies == 1:
+            assert s.gap == 0  # the published figures are the best
+
+
+# ---- bounds ---------------------------------------------------------------------------------------------------------
+def brute_force(costs: Costs, path: tuple[int, ...], microbatches: int, limit: float) -> float:
+    """The least span of all orders of all ranks."""
+    ranks = max(path) + 1
+    rows = []
+    for rank in range(ranks):
+        chains = [chain for m in range(microbatches) for chain in _chains(path, rank, m)]
+        rows.append([row for row in _merges(chains) if _held(row, costs) <= limit + 1e-9])
+    best = float("inf")
+    for choice in product(*rows):
+        best = min(best, _span(choice, path, costs))
+    return best
+
+
+def _chains(path: tuple[int, ...], rank: int, m: int) -> Iterator[list[tuple[str, int, int]]]:
+    for stage, at in enumerate(path):
+        if at == rank:
+            yield [(op, stage, m) for op in "FIW"]
+
+
+def _merges(chains: list[list[tuple[str, int, int]]]) -> Iterator[tuple[tuple[str, int, int], ...]]:
+    if not any(chains):
+        yield ()
+    for at, chain in enumerate(chains):
+        if chain:
+            rest = [*chains[:at], chain[1:], *chains[at + 1 :]]
+            yield from ((chain[0], *others) for others in _merges(rest))
+
+
+def _held(row: tuple[tuple[str, int, int], ...], costs: Costs) -> float:
+    held = peak = 0.0
+    memory = costs.memory(9)
+    for op, stage, _ in row:
+        held += memory[op][stage]
+        peak = max(peak, held)
+    return peak
+
+
+def _span(rows: tuple[tuple[tuple[str, int, int], ...], ...], path: tuple[int, ...], costs: Costs) -> float:
+    """A clock of its own: infinite where the rows wait for each other."""
+    stages = len(path)
+    times, links = costs.times(stages), costs.links(stages)
+    ends: dict[tuple[str, int, int], float] = {}
+    at, clocks, firsts = [0] * len(rows), [0.0] * len(rows), [0.0] * len(rows)
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(rows):
+            while at[rank] < len(row):
+                op, stage, m = row[at[rank]]
+                before = {"F": ("F", stage - 1), "W": ("I", stage)}.get(op, ("I", stage + 1))
+                if op == "I" and stage == stages - 1:
+                    before = ("F", stage)
+                ready = 0.0
+                if before[1] >= 0:
+                    if (*before, m) not in ends:
+                        break
+                    link = min(stage, before[1])
+                    ready = ends[*before, m] + (links[link] if path[before[1]] != path[stage] else 0.0)
+                    if op == "I" and ("F", stage, m) not in ends:
+                        break
+                start = max(ready, clocks[rank])
+                if at[rank] == 0:
+                    firsts[rank] = start
+                ends[op, stage, m] = clocks[rank] = start + times[op][stage] * (
+                    costs.load[m] if isinstance(costs.load, tuple) else 1
+                )
+                at[rank] += 1
+                moved = True
+    if any(position < len(row) for position, row in zip(at, rows, strict=True)):
+        return float("inf")
+    return max(clock - first for clock, first in zip(clocks, firsts, strict=True))
+
+
+TINY = [((0, 1), 2), ((0, 1), 1), ((0, 1, 2), 1), ((0, 1, 1, 0), 1), ((0, 1, 0, 1), 1), ((0,), 3), ((0, 0), 1)]
+
+
+def test_no_bound_exceeds_brute_force_on_tiny_cases(long: bool) -> None:
+    draw = random.Random(0)
+    gaps = []
+    for _ in range(500 if long else 40):
+        path, m = draw.choice(TINY)
+        numbers = lambda high, path=path: [draw.choice((1, 1, 2, 3, high)) for _ in path]
+        costs = Costs(
+            F=numbers(5),
+            I=numbers(4),
+            W=numbers(3),
+            comm=draw.choice((0, 0.5, 2)),
+            load=[draw.choice((1, 1, 2)) for _ in range(m)],
+        )
+        held = max(path.count(rank) for rank in path)
+        limit = held * draw.choice((1, 1, 2, 3))
+        best = brute_force(costs, path, m, limit)
+        s = quick(costs, max(path) + 1, m, Placement((path,), max(path) + 1), memory=limit, time_limit=0.02)  # type: ignore[arg-type]
+        assert s.bound <= best + 1e-9 <= s.timeline.span + 2e-9, (path, m, costs, limit)
+        gaps.append(s.timeline.span / best - 1)
+    assert sum(gap < 1e-9 for gap in gaps) > 0.8 * len(gaps)
+
+
+def test_a_bound_has_a_reason() -> None:
+    s = quick(Costs(), 4, 8, "one", memory=4)
+    assert s.bound == 27 and s.gap == 0 and "waits" in s.bound.reason
+    free = quick(Costs(), 1, 3)
+    assert free.bound == 18 and free.bound.reason == "rank 0: its work"
+
+
+# ---- what it returns ------------------------------------------------------------------------------------------------
+def test_a_solved_schedule_is_a_schedule() -> None:
+    s = quick(Costs(F=2), 2, 4, "V")
+    plain = Schedule.parse(str(s))
+    assert s == plain and plain == s and hash(s) == hash(plain) and s.digest == plain.digest
+    assert isinstance(s, Schedule) and s.check() is s
+    copy = pickle.loads(pickle.dumps(s))
+    assert copy == s and copy.bound == s.bound and copy.bound.reason == s.bound.reason and copy.gap == s.gap
+    assert s != quick(Costs(F=2), 2, 5, "V")
+
+
+@pytest.mark.parametrize("placement", ["one", "loop", "V", "any"])
+@pytest.mark.parametrize("per_rank", [1, 2, 3])
+def test_all_placements_within_any_memory(placement: str, per_rank: int) -> None:
+    draw = random.Random(per_rank)
+    for share in (1, 1.5, 3):
+        numbers = lambda: [draw.uniform(1, 3) for _ in range(3 * per_rank)]
+        costs = Costs(numbers(), numbers(), numbers(), comm=0.3, saved=numbers(), kept=numbers(), send=0.1, receive=0.2)
+        limit = [share * 3 * per_rank * 1.01] * 2 + [1e9]
+        s = quick(costs, 3, 7, placement, memory=limit, time_limit=0.05)
+        assert all(held <= at for held, at in zip(s.check().timeline.peak_bytes, limit, strict=True))
+        assert s.stages == 3 * per_rank and s.bound <= s.timeline.span
+
+
+def test_never_longer_than_a_named_schedule_that_fits() -> None:
+    costs = Costs(F=1.1, I=0.9, W=0.7, comm=0.1)
+    for limit in (3, 4, 6, 8, 100):
+        s = quick(costs, 3, 9, memory=limit, time_limit=0.01)
+        for name in fpipe.schedule_names():
+            try:
+                t = make_schedule(name, 3, 9, stages=6).simulate(costs)
+            except ScheduleError:
+                continue
+            if len(make_schedule(name, 3, 9, stages=6).placement.paths) == 1 and max(t.peak_bytes) <= limit:
+                assert s.timeline.span <= t.span + 1e-9, name
+
+
+def test_microbatches_that_differ_are_put_in_order() -> None:
+    load = [5, 1, 1, 3, 1, 4, 1, 2]
+    costs = Costs(load=load, size=load)
+    s = quick(costs, 2, 8, "one", memory=9)
+    assert sorted(a.microbatch for a in s[0] if str(a)[1] == "F") == list(range(8))
+    assert s.timeline.span < make_schedule("1F1B", 2, 8).simulate(costs).span
+    assert max(s.check().timeline.peak_bytes) <= 9
+
+
+def test_whole_and_fused_backwards_where_they_cost_less() -> None:
+    s = quick(Costs(B=1.0), 2, 4, "one")
+    assert {part.op for row in s for action in row for part in action.parts} == {"F", "B"} and s.gap < 0.3
+    fused = quick(Costs(B=2.0, overlap=2.0), 2, 8, "one")
+    assert "OVERLAP_F_B" in str(fused) and fused.check() and fused.timeline.span < 24
+
+
+def test_ctrl_c_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fpipe.generators.solver import starts
+
+    def interrupted(self: object) -> object:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(starts.Blocks, "draw", interrupted)
+    s = solve(Costs(F=3), 3, 6, "V", memory=6, time_limit=60)
+    assert s.check().gap > 0
+
+
+def test_what_a_user_gets_wrong_is_named() -> None:
+    for error, call in {
+        "rank 0 holds 2 for one microbatch": lambda: quick(Costs(), 2, 4, "V", memory=1),
+        "memory='lots' is no limit": lambda: quick(Costs(), 2, 4, memory="lots"),
+        "memory has 1 limits, but there are 2 ranks": lambda: quick(Costs(), 2, 4, memory=[3]),
+        "3 stages cannot be placed evenly on 2 ranks": lambda: quick(Costs(F=[1, 2, 3]), 2, 4),
+        "ranks=0 must be": lambda: quick(Costs(), 0, 4),
+        "placement='W'": lambda: quick(Costs(), 2, 4, "W"),
+        "load has 3 numbers": lambda: quick(Costs(load=[1, 2, 3]), 2, 4),
+    }.items():
+        with pytest.raises(ScheduleError, match=error):
+            call()
