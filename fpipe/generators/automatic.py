@@ -72,7 +72,7 @@ def rounds(ranks: int, microbatches: int, costs: Costs, limits: Sequence[float])
     """The heuristic under each setting of its two choices; ``limits`` are by rank.
 
     >>> next(rounds(2, 2, Costs(), (2, 1))).patterns
-    ['FFIWIW', 'FIFIWW']
+    ['FFIWIW', 'FIWFIW']
     """
     for choices in product((False, True), repeat=2):
         yield Rounds(ranks, microbatches, costs, limits, *choices)

@@ -77,8 +77,7 @@ def solve(
         seed: of the search by chance; the result depends on the speed of the machine too.
 
     Returns:
-        A Schedule with ``bound``, a number with a ``reason``, and ``gap``. Ctrl-C ends the search: the best that was
-        found by then is returned.
+        A Schedule with ``bound``, a number with a ``reason``, and ``gap``; after Ctrl-C the best that was found.
 
     Raises:
         ScheduleError: where counts and costs do not fit, or a rank cannot hold its stages of one microbatch.
@@ -90,16 +89,18 @@ def solve(
     count = _stages(costs, ranks, microbatches, placement, stages)
     limit = limits(memory, ranks)
     problems = [Problem.of(costs, path, ranks, microbatches, limit) for path in _paths(placement, ranks, count)]
+    return _searched(problems, Search(costs, time_limit, seed), progress)
+
+
+def _searched(problems: list[Problem], search: Search, progress: bool) -> Solved:
     fitting = [problem for problem in problems if problem.lacks is None]
     if not fitting:
         raise ScheduleError(f"{problems[0].lacks}; give more memory, more ranks or smaller microbatches", rule="memory")
-    bounds = [lower_bound(problem, costs) for problem in fitting]
-    search = Search(costs, time_limit, seed)
     with progress_line(search.note) if progress else nullcontext():
-        search.run(fitting, bounds)
-    assert search.schedule is not None, "one microbatch after another fits"
+        search.run(fitting, [lower_bound(problem, search.costs) for problem in fitting])
     s = search.schedule
-    return Solved(s.rows, s.placement, s.microbatches, s.name, costs, search.bound)
+    assert s is not None, "one microbatch after another fits"
+    return Solved(s.rows, s.placement, s.microbatches, s.name, search.costs, search.bound)
 
 
 def _stages(costs: Costs, ranks: int, microbatches: int, placement: Kind | Placement, stages: int | None) -> int:
