@@ -31,6 +31,7 @@ from .graphs import viewed
 from .internals import mutates, operator_of, storage_id, transforming, versions
 from .marks import collecting, followed
 from .purity import pure_on_fakes, unseeded
+from .recording import make_graph
 from .signature import PLAIN
 from .symbols import Symbols, is_symbolic, text_of
 
@@ -345,7 +346,7 @@ def _traced(call: Call, cotangents: Sequence[Aval | None]) -> Graph:
         return (*ends, *(grad for grad in grads if grad is not None))
 
     with fake.entered(mode):
-        graph = fake.make_graph(joint, inputs)
+        graph = make_graph(joint, inputs)
     _check(graph)
     (output,) = graph.graph.find_nodes(op="output")
     results = iter(output.args[0])

@@ -7,13 +7,12 @@ Works on torch 2.11 to 2.15 (``tests/programs/test_fake.py``). Knows abstract te
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, TypeGuard
 
 import torch
-from torch import fx
 from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import (
@@ -23,14 +22,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.fx.traceback import current_meta, preserve_node_meta
+from torch.fx.traceback import current_meta
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..tree import AbstractTree, Aval
-from .internals import mutates, operator_of
-from .symbols import Symbols, computed, is_symbolic
+from .symbols import Symbols
 
 #: Operations whose C++ form does not take symbolic sizes although it has no other.
 _IN_PYTHON = {torch.ops.aten.constant_pad_nd.default}
@@ -129,33 +126,3 @@ def empty(aval: Aval) -> torch.Tensor:
 def inputs(trees: Iterable[AbstractTree]) -> list[list[Any]]:
     """The flat leaves of abstract trees, with fake tensors; call inside ``mode()``."""
     return [abstract.map(empty) for abstract in trees]
-
-
-def make_graph(fn: Callable[..., Any], flat: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """Record what ``fn`` does to tensors as a graph without mutations; one placeholder for each tensor."""
-    for tensor in flat:
-        tensor.grad = None
-    with preserve_node_meta():
-        graph = make_fx(fn, _allow_non_fake_inputs=True)(*flat)
-    if any(op is not None and mutates(op) for op in map(operator_of, graph.graph.nodes)):
-        annotated = any("custom" in node.meta for node in graph.graph.nodes)
-        # Run node by node, the graph passes annotations on to the nodes recorded from them.
-        again = (lambda *args: fx.Interpreter(graph).run(*args)) if annotated else graph
-        functional = torch.func.functionalize(again, remove="mutations")
-        with torch.no_grad(), preserve_node_meta():
-            graph = make_fx(functional, _allow_non_fake_inputs=True)(*(t.detach() for t in flat))
-    _inline_numbers(graph)
-    return graph
-
-
-def _inline_numbers(graph: fx.GraphModule) -> None:
-    """Put symbolic numbers themselves in place of the nodes that compute them."""
-    numbers = {n: computed(n) for n in graph.graph.nodes if is_symbolic(n.meta.get("val"))}
-    if not numbers:
-        return
-    for node in graph.graph.nodes:
-        if node not in numbers:
-            inline = lambda used: numbers.get(used, used)
-            node.args, node.kwargs = fx.map_arg(node.args, inline), fx.map_arg(node.kwargs, inline)
-    for node in reversed(numbers):
-        graph.graph.erase_node(node)

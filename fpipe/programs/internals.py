@@ -66,6 +66,22 @@ def mutates(op: Op) -> bool:
     return op._schema.is_mutable
 
 
+def without_write(op: Op) -> Op | None:
+    """The form of an operation that returns a new tensor instead of writing into its first argument, and no other.
+
+    >>> without_write(torch.ops.aten.div_.Scalar)
+    <OpOverload(op='aten.div', overload='Scalar')>
+    """
+    arguments, name = op._schema.arguments, op._opname
+    writes = [place for place, each in enumerate(arguments) if each.alias_info is not None and each.alias_info.is_write]
+    packet = getattr(torch.ops.aten, name[:-1], None) if op.namespace == "aten" and name.endswith("_") else None
+    found = getattr(packet, op._overloadname, None)
+    if writes != [0] or not isinstance(found, Op) or mutates(found):
+        return None
+    same = [(a.name, str(a.type)) for a in found._schema.arguments] == [(a.name, str(a.type)) for a in arguments]
+    return found if same else None  # pow_.Scalar takes a tensor and a number, pow.Scalar a number and a tensor
+
+
 def returns_views(op: Op) -> bool:
     """Whether a result may share memory with an argument, by the schema."""
     return any(result.alias_info is not None for result in op._schema.returns)

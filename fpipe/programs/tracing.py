@@ -30,6 +30,7 @@ from .marks import collecting, followed
 from .operations import Operation, operations_of
 from .program import Program
 from .purity import pure_on_fakes
+from .recording import make_graph
 from .signature import Outputs, Signature, call, entering, outputs_of
 from .sizes import Recorder
 from .spent import timed
@@ -105,7 +106,7 @@ def _joint_graph(
         return (*ends, *tree.leaves(result.state), *grads)
 
     with fake.entered(mode):  # tensors that the function creates (arange, zeros, ...) must be fake, too
-        return fake.make_graph(joint, [*(groups[g][i] for g, i in slots), *cotangents])
+        return make_graph(joint, [*(groups[g][i] for g, i in slots), *cotangents])
 
 
 def _joint_of(graph: fx.GraphModule, signature: Signature, outputs: Outputs) -> Joint:

@@ -42,7 +42,10 @@ EXCEPTIONS: dict[str, str] = {
     ),
     "linalg_eig": "plain autograd refuses the loss, which depends on the phase of eigenvectors",
     "unfold": "its result overlaps itself in memory and arrives contiguous: other last bits of a sum over it",
-    "movedim": "under trace a sum over the permuted result runs in another order: other last bits",
+    **dict.fromkeys(
+        ("movedim", "linalg_tensorinv"),
+        "under trace a sum over the permuted result runs in another order: other last bits",
+    ),
     "masked_fill": "under trace the gradient of the value is summed in another order: other last bits",
     "prod": "under trace the gradient is computed without a look at the data for zeros: other last bits",
 }  # fmt: skip

@@ -87,8 +87,8 @@ PRIVATE_TORCH = {
     "plans.weaving.estimates": {"_c10d_functional", "_unsafe_view"},
     "programs.fake": {"_decomp", "_disable_current_modes", "_dispatch", "_ops", "_python_dispatch", "_subclasses"},
     "programs.internals": {
-        "_ops", "_op", "_opname", "_schema", "_cdata", "_is_zerotensor", "_raw_saved_", "_version", "_input_metadata",
-        "_C", "_functorch", "_are_functorch_transforms_active", "_current_level",
+        "_ops", "_op", "_opname", "_overloadname", "_schema", "_cdata", "_is_zerotensor", "_raw_saved_", "_version",
+        "_input_metadata", "_C", "_functorch", "_are_functorch_transforms_active", "_current_level",
     },
     "programs.marks": {"_get_sequence_nr", "_sequence_nr"},
     "programs.purity": {"_python_dispatch"},
