@@ -76,6 +76,7 @@ class _Run:
         self.part, self.values, self.side = part, values, side
         self.numbers = count()
         self.router_logits: list[torch.Tensor] = []
+        self.blanks: dict[Any, torch.Tensor] = {}
 
     def value(self, value: Value) -> torch.Tensor:
         """A value that was received, or a blank: not a number, so that a use of it shows."""
@@ -89,7 +90,10 @@ class _Run:
                 like, dtype = tensor, tensor.dtype
                 break
         filling = float("nan") if dtype.is_floating_point else 0
-        return torch.full(shape, filling, dtype=dtype, device=like.device)
+        key, blanks = (*shape, dtype), self.blanks
+        if key not in blanks:
+            blanks[key] = torch.full(shape, filling, dtype=dtype, device=like.device)
+        return blanks[key]
 
     def _size(self, source: Value | str, axis: int) -> int:
         return (self.side[source] if isinstance(source, str) else self.values[source]).shape[axis]
@@ -166,6 +170,8 @@ class _Zero:
 def with_configs(model: nn.Module, copy: nn.Module, configs: Mapping[int, Any]) -> nn.Module:
     """A clone of a model with other configs in place of some, which are given by their identity."""
     for old, new in zip(model.modules(), copy.modules(), strict=True):
+        if getattr(old, "layerdrop", None) == 0:
+            new.__dict__["layerdrop"] = _Zero()
         if id(getattr(old, "config", None)) in configs:
             new.__dict__["config"] = configs[id(old.config)]
     return copy
@@ -181,11 +187,9 @@ def part_module(
     copy = with_configs(model, clone(model), configs)
     mine = {flow.visits[number].unit for number in range(part.first, part.stop)}
     writing = {visit.unit for visit in flow.visits if writes(visit)}
-    for (name, old), (_, new) in zip(list(model.named_modules()), list(copy.named_modules()), strict=True):
+    for old, new in zip(list(model.modules()), list(copy.modules()), strict=True):
         if getattr(old, "gradient_checkpointing", False):
             new.__dict__["gradient_checkpointing"] = False
-        if name in structure.trunk and getattr(old, "layerdrop", None) == 0:
-            new.__dict__["layerdrop"] = _Zero()
         if old not in structure.units:
             if is_rotary(old):
                 _fill(new)
@@ -282,8 +286,8 @@ class DecoderPart(Pure):
             leaves = [leaf for visit in flow.visits for leaf in visit.leaves if isinstance(leaf, Value)]
             for value in [*(Value(-1, leaf) for leaf in range(len(inputs))), *leaves]:
                 self.blanks[value] = blank_sizes(flow, value, known, always)
-        claimed, used = set(self.aliases), frozenset[Any]().union(flow.uses, *(visit.uses for visit in flow.visits))
-        self.unused = {name: p for name, p in module.named_parameters() if name in used and name not in claimed}
+        read = flow.parameters - set(self.aliases)
+        self.unused = {name: p for name, p in module.named_parameters(remove_duplicate=False) if name in read}
         if router is not None:
             inner = module.get_submodule(owner)
             inner.forward = partial(_with_router_logits, inner.forward)

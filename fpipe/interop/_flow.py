@@ -8,6 +8,7 @@ shape. This module must not know any family of models, nor how a stage runs.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import StageError
-from ._recorder import NONE, Labels, Recording, Value, Visit
+from ._recorder import NONE, RANDOM, Labels, Recording, Value, Visit
 
 
 class Flow(NamedTuple):
@@ -25,25 +26,37 @@ class Flow(NamedTuple):
     uses: Labels
     sizes: dict[Value | str, tuple[tuple[int, int], ...]]  # of each axis in both forwards, by value or side input
     dtypes: dict[Value, torch.dtype]
+    parameters: frozenset[str]  # those that the code between units reads
+    draws: list[set[int]]  # for each random draw between units in training, the calls that depend on it
 
 
-def flow_of(model: nn.Module, one: Recording, other: Recording) -> Flow:
+def flow_of(model: nn.Module, one: Recording, other: Recording, training: Recording | None) -> Flow:
     """The flow of values of a model.
 
     Raises:
-        StageError: if the two forwards run different units.
+        StageError: if the forwards run different units.
     """
-    if [(v.unit, v.structure) for v in one.visits] != [(v.unit, v.structure) for v in other.visits]:
-        raise StageError(
-            f"fpipe cannot split {type(model).__name__}: which of its modules run depends on its inputs; "
-            "write its stages as functions"
-        )
+    for each in (other, training or other):
+        if [visit.unit for visit in one.visits] != [visit.unit for visit in each.visits] or (
+            each is other and [visit.structure for visit in one.visits] != [visit.structure for visit in each.visits]
+        ):
+            raise StageError(
+                f"fpipe cannot split {type(model).__name__}: which of its modules run depends on its inputs, or on "
+                "whether it trains; write its stages as functions"
+            )
+    last = len(one.visits)
+    draws: dict[Value, set[int]] = {}
+    for number, uses in enumerate([] if training is None else [*(v.uses for v in training.visits), training.uses]):
+        for value in uses:
+            if isinstance(value, Value) and value.call == RANDOM:
+                draws.setdefault(value, set()).add(min(number, last - 1))
     visits = [a._replace(uses=a.uses | b.uses) for a, b in zip(one.visits, other.visits, strict=True)]
     both = one.tensors.keys() & other.tensors.keys()
     sizes: dict[Value | str, Any] = {v: _pairs(one.tensors[v], other.tensors[v]) for v in both}
     sizes |= {name: _pairs(one.side[name], other.side[name]) for name in one.side.keys() & other.side.keys()}
     dtypes = {value: one.tensors[value].dtype for value in both}
-    return Flow(visits, one.uses | other.uses, sizes, dtypes)
+    return Flow(visits, one.uses | other.uses, sizes, dtypes, one.parameters | other.parameters,
+                list(draws.values()))  # fmt: skip
 
 
 def _pairs(one: torch.Tensor, other: torch.Tensor) -> tuple[tuple[int, int], ...]:
@@ -63,28 +76,37 @@ class Part(NamedTuple):
     parameters: frozenset[str]  # of the code between units
 
 
-def parts_of(flow: Flow, inputs: int, bounds: Sequence[int], sides: Sequence[str], later: bool) -> list[Part]:
-    """The parts between the calls in ``bounds``. ``later``: a stage needs blanks for the units after it, too."""
+def parts_of(model: nn.Module, flow: Flow, inputs: int, bounds: Sequence[int], sides: Sequence[str]) -> list[Part]:
+    """The parts between the calls in ``bounds``, for a model with so many inputs.
+
+    Raises:
+        StageError: if several parts depend on the same random numbers.
+    """
+    if any(len({bisect(bounds, number) for number in calls}) > 1 for calls in flow.draws):
+        raise StageError(
+            f"fpipe cannot split {type(model).__name__}: the code between its layers draws random numbers, and several "
+            "stages need the same random numbers; cut it in eval mode, or write its stages as functions"
+        )
     takes: list[tuple[Value, ...]] = [()]  # those of each part, from the last to the first
-    stops = [*bounds, len(flow.visits)]
-    needed: set[Value] = set()
     for first in reversed(bounds):
-        crossing = {v for v in needed if v.call < first}
-        crossing |= {v for v in _uses(flow, first, len(flow.visits)) if isinstance(v, Value) and v.call < first}
-        end = len(flow.visits) if later else first
-        everything = [Value(-1, leaf) for leaf in range(inputs)]
-        everything += [leaf for visit in flow.visits[:end] for leaf in visit.leaves if isinstance(leaf, Value)]
-        for value in everything:
-            if value.call < first and value not in crossing and not blank_sizes(flow, value, crossing, sides):
-                crossing.add(value)
-        needed = crossing
-        takes.append(tuple(sorted(crossing)))
-    takes = [(), *reversed(takes[1:]), ()]
-    firsts = [0, *bounds]
+        takes.append(tuple(sorted(_crossing(flow, inputs, first, takes[-1], sides))))
+    takes = [(), *reversed(takes)]
     return [
         Part(first, stop, mine, after, frozenset(use for use in _uses(flow, first, stop) if isinstance(use, str)))
-        for first, stop, mine, after in zip(firsts, stops, takes[:-1], takes[1:], strict=True)
+        for first, stop, mine, after in zip([0, *bounds], [*bounds, len(flow.visits)], takes, takes[1:], strict=False)
     ]
+
+
+def _crossing(flow: Flow, inputs: int, first: int, later: Sequence[Value], sides: Sequence[str]) -> set[Value]:
+    """The values from before a call that it and those after it depend on, or of which no blank can be built."""
+    uses = (use for use in _uses(flow, first, len(flow.visits)) if isinstance(use, Value))
+    crossing = {value for value in (*later, *uses) if RANDOM < value.call < first}
+    others = [Value(-1, leaf) for leaf in range(inputs)]
+    others += [leaf for visit in flow.visits[:first] for leaf in visit.leaves if isinstance(leaf, Value)]
+    for value in others:
+        if value not in crossing and blank_sizes(flow, value, crossing, sides) is None:
+            crossing.add(value)
+    return crossing
 
 
 def _uses(flow: Flow, first: int, stop: int) -> Labels:

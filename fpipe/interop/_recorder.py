@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -31,11 +31,16 @@ _SIZES = {
 
 
 class Value(NamedTuple):
-    """A tensor that a unit returned: the number of its call, and of the leaf. Call -1: an input of the model."""
+    """A tensor that a unit returned: the number of its call, and of the leaf.
+
+    Call -1: an input of the model. Call -2: random numbers that the code between units draws.
+    """
 
     call: int
     leaf: int
 
+
+RANDOM = -2
 
 #: Where a tensor comes from: values, and names of parameters that the code between units uses.
 Labels: TypeAlias = frozenset[Value | str]
@@ -60,6 +65,7 @@ class Recording(NamedTuple):
     result: tuple[torch.Tensor, ...]
     inputs: Mapping[str, torch.Tensor]
     side: Mapping[str, torch.Tensor]
+    parameters: frozenset[str]  # those that the code between units reads
 
 
 def record(
@@ -78,7 +84,7 @@ def record(
         keywords: further arguments.
         finish: returns, from the model's output, first the tensor that the last stage returns.
     """
-    notes = _Notes([], {}, {}, {})
+    notes = _Notes([], {}, {}, {}, set())
     for child, name in units.items():
         child.forward = partial(_visit, notes, name, child.forward)
     parameters = dict(whole.named_parameters(remove_duplicate=False))
@@ -90,7 +96,8 @@ def record(
     with torch.no_grad(), _Labels(notes):
         arguments = {**inputs, **side, **keywords}
         result = finish(functional_call(whole, dict(tensors), (), arguments, tie_weights=False))
-        return Recording(notes.visits, _among(notes, result[0]), notes.tensors, result, inputs, side)
+        read = frozenset(label for label in notes.read if isinstance(label, str))
+        return Recording(notes.visits, _among(notes, result[0]), notes.tensors, result, inputs, side, read)
 
 
 class _Notes(NamedTuple):
@@ -100,6 +107,7 @@ class _Notes(NamedTuple):
     tensors: dict[Value, torch.Tensor]
     labels: dict[torch.UntypedStorage, Labels]
     exact: dict[tuple[Any, ...], Value]
+    read: set[Value | str]
 
 
 #: Whether a unit runs.
@@ -120,16 +128,30 @@ class _Labels(TorchDispatchMode):
 
     def __init__(self, notes: _Notes):
         super().__init__()
-        self.notes = notes
+        self.notes, self.draws = notes, count()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _in_place(func) and any(isinstance(label, str) for label in _among(self.notes, args[0])):
+            raise RuntimeError(f"it writes into a parameter ({func})")
         out = func(*args, **(kwargs or {}))
         if not _INSIDE.get() and func.overloadpacket not in _SIZES:
-            labels = _among(self.notes, (args, kwargs))
-            for leaf in tree.leaves(out) if labels else ():
-                if _is_dense(leaf):
-                    _add(self.notes, leaf, labels)
+            random = {Value(RANDOM, next(self.draws))} if torch.Tag.nondeterministic_seeded in func.tags else NONE
+            _pass_on(self.notes, (args, kwargs), out, random)
         return out
+
+
+def _pass_on(notes: _Notes, inputs: Any, out: Any, more: Labels | set[Value]) -> None:
+    """The results of an operation get the labels of its inputs."""
+    labels = _among(notes, inputs) | more
+    notes.read.update(labels)
+    for leaf in tree.leaves(out) if labels else ():
+        if _is_dense(leaf):
+            _add(notes, leaf, labels)
+
+
+def _in_place(func: Any) -> bool:
+    name = func.overloadpacket.__name__
+    return name[-1] == "_" != name[-2]
 
 
 def _among(notes: _Notes, values: Any) -> Labels:

@@ -102,15 +102,16 @@ def _difference(found: Any, want: torch.Tensor) -> str:
 
 @contextmanager
 def _in_eval(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Without dropout; every module has its mode again afterwards."""
-    before = [(child, child.training) for module in modules for child in module.modules()]
+    """Without dropout; every module has its mode again afterwards, and all else that a forward may change."""
+    before = [(child, dict(vars(child))) for module in modules for child in module.modules()]
     try:
         for child, _ in before:
             child.training = False
         yield
     finally:
-        for child, training in before:
-            child.training = training
+        for child, held in before:
+            vars(child).clear()
+            vars(child).update(held)
 
 
 def forked(device: torch.device) -> Any:

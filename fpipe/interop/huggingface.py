@@ -81,7 +81,7 @@ def _parts(
     """Stages and parameters by the layers of each stage."""
     flow, inputs, layers = trial.flow, list(trial.recordings[0].inputs), trial.layers(structure)
     bounds = [layers[low - 1] + 1 for low, _ in spans[1:]]
-    parts = parts_of(flow, len(inputs), bounds, trial.always, router is not None)
+    parts = parts_of(model, flow, len(inputs), bounds, trial.always)
     modules = [part_module(model, structure, flow, part, configs, router is None) for part in parts]
     names = [names_of(module, structure, flow, part) for module, part in zip(modules, parts, strict=True)]
     owned = _claims(model, names)

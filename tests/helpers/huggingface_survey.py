@@ -7,6 +7,7 @@ with autograd on the unsplit model. ``benchmarks/trial_families.py`` does so for
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -38,9 +39,9 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "state_size", "ssm_state_size", "mamba_d_state"), 8),
     **dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_headdim", "mamba_num_heads", "mamba_head_dim"), 8),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY), "rotary_dim": 4, "time_step_rank": 4,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "lru_width": 32,
+    "linear_num_heads": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "lru_width": 32,
 }  # fmt: skip
 ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 #: what a family needs beyond these
@@ -52,13 +53,24 @@ MORE: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2},
     "prophetnet": {"num_hidden_layers": None, "num_encoder_layers": 1, "num_decoder_layers": LAYERS},
     "reformer": {"is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local"] * LAYERS},
-    "rwkv": {"attention_hidden_size": 32},
+    "rwkv": {"attention_hidden_size": 32, "rescale_every": 0},
     "xlnet": {"max_position_embeddings": None},
     "xlstm": {"v_head_dim": None},
-    "zamba": {"num_hidden_layers": 8, "attn_layer_period": 3, "attn_layer_offset": 2, "layers_block_type": None},
+    "zamba": {"num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 2, "layers_block_type": None},
     "zaya": {"num_experts_per_tok": 1},
     "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)},
-    "dbrx": {"attn_config": {"kv_n_heads": 4, "rope_theta": 10000.0}},
+    "dbrx": {"attn_config": {"kv_n_heads": 4, "rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "xmod": {"default_language": "en_XX"},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "mimo_v2_flash": {"num_attention_heads": 16},
 }
 
 
@@ -175,7 +187,7 @@ def examine(family: str, schedules: Sequence[str] = ("1F1B", "ZBV")) -> Row:
         try:
             loss, grads, all_traced = split(model, schedule, ids, want[0] if want else torch.ones(ROWS, 1, 1), side)
         except fpipe.StageError as error:
-            return Row(family, "refused", str(error))
+            return Row(family, "unknown" if isinstance(error.__cause__, TimeoutError) else "refused", reason(error))
         except Exception as error:
             return Row(family, "failed", f"{schedule}: {_brief(error)}")
         if want is None:
@@ -188,6 +200,13 @@ def examine(family: str, schedules: Sequence[str] = ("1F1B", "ZBV")) -> Row:
             return Row(family, "wrong", f"{schedule}: loss {errors[0]:.1e}, gradients {errors[1]:.1e}")
     text = "loss {:.1e}, gradients {:.1e}".format(*worst)
     return Row(family, "right" if traced else "untraced", text)
+
+
+def reason(error: Exception) -> str:
+    """The first sentence of an error, without the shapes of a stage's leaves and the folders of files."""
+    text = re.sub(r" \((?=[a-z]+\d*\[)[^()]*\)", "", str(error))
+    text = re.sub(r"/\S*/(?=\w+\.py)", "", text)
+    return re.split(r"; |\. |: a value|, which a trace", text)[0]
 
 
 def _is_dropout(name: str) -> bool:
