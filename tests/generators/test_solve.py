@@ -11,6 +11,7 @@ import pytest
 
 import fpipe
 from fpipe import Costs, Placement, Schedule, ScheduleError, Solved, make_schedule, solve
+from fpipe.generators.solver import exact
 
 
 def quick(costs: Costs, ranks: int, microbatches: int, placement: str = "any", **options: object) -> Solved:
@@ -216,7 +217,7 @@ def test_ctrl_c_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None
         raise KeyboardInterrupt
 
     monkeypatch.setattr(starts.Blocks, "draw", interrupted)
-    s = solve(Costs(F=3), 3, 6, "V", memory=6, time_limit=60)
+    s = solve(Costs(F=3), 3, 60, "V", memory=6, time_limit=60)
     assert s.check().gap > 0
 
 
@@ -232,3 +233,38 @@ def test_what_a_user_gets_wrong_is_named() -> None:
     }.items():
         with pytest.raises(ScheduleError, match=error):
             call()
+
+
+# ---- exact search ---------------------------------------------------------------------------------------------------
+def small_case(draw: random.Random) -> tuple[Costs, int, int, str, float]:
+    """Costs, counts, placement and memory of up to 4 ranks and 6 microbatches."""
+    p, m, placement = draw.choice((2, 3, 4)), draw.choice((3, 4, 5, 6)), draw.choice(("one", "V"))
+    stages = p * (1 if placement == "one" else 2)
+    numbers = lambda low, high: [draw.randint(low, high) for _ in range(stages)]
+    costs = Costs(numbers(5, 20), numbers(5, 20), numbers(3, 15), comm=draw.choice((0, 1, 2)))
+    return costs, p, m, placement, float(draw.choice((2, 3, p, p + 1, 2 * p)) * stages // p)
+
+
+def test_exact_search_finds_what_brute_force_finds(long: bool) -> None:
+    pytest.importorskip("ortools")
+    draw = random.Random(3)
+    for _ in range(200 if long else 15):
+        path, m = draw.choice(TINY)
+        numbers = lambda path=path: [draw.choice((1, 2, 3, 5)) for _ in path]
+        costs = Costs(numbers(), numbers(), numbers(), comm=draw.choice((0, 0.5, 2)))
+        limit = float(max(path.count(rank) for rank in path) * draw.choice((1, 2, 3)))
+        s = quick(costs, max(path) + 1, m, Placement((path,), max(path) + 1), memory=limit, time_limit=20)  # type: ignore[arg-type]
+        assert s.gap == 0 and s.timeline.span == pytest.approx(brute_force(costs, path, m, limit)), (path, costs, limit)
+
+
+def test_the_fast_search_is_near_the_best_of_small_cases(long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ortools")
+    draw = random.Random(4)
+    for _ in range(200 if long else 4):
+        case = small_case(draw)
+        best = quick(*case[:4], memory=case[4], time_limit=60)
+        with monkeypatch.context() as patch:
+            patch.setattr(exact, "available", lambda: False)
+            fast = quick(*case[:4], memory=case[4], time_limit=0.5)
+        assert best.gap == 0, case  # proved
+        assert fast.bound <= best.timeline.span <= fast.timeline.span * (1 + 1e-9) <= 1.02 * best.timeline.span, case

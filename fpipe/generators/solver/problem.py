@@ -105,6 +105,10 @@ class Problem:
         times = [f + i + w for f, i, w in zip(self.F, self.I, self.W, strict=True)]
         return tuple(sum(self.load) * sum(times[s] for s in stages) for stages in self.of_rank)
 
+    def time(self, op: int, stage: int, microbatch: int) -> float:
+        """How long an action takes."""
+        return (self.F, self.I, self.W)[op][stage] * self.load[microbatch]
+
     @property
     def even(self) -> bool:
         """Whether all microbatches cost the same."""

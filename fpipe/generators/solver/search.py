@@ -12,7 +12,7 @@ from time import monotonic
 from ...errors import ScheduleError
 from ...schedule import Schedule
 from ...schedules.costs import Costs
-from . import starts
+from . import exact, starts
 from .bounds import Bound
 from .fill import Filled, Setting, best_fill, fill
 from .fused import merged
@@ -92,6 +92,7 @@ class Search:
         try:
             for task in tasks:
                 self._start(task)
+            self._prove(problems, bounds)
             self._improve(tasks)
         except KeyboardInterrupt:
             if self.schedule is None:
@@ -140,6 +141,26 @@ class Search:
         if task.filled is None and self.schedule is None:
             task.offer_orders(starts.one_by_one(task.problem))
         self._take(task)
+
+    def _prove(self, problems: Sequence[Problem], bounds: Sequence[Bound]) -> None:
+        """Solve small problems exactly: with a proof that no schedule is better, or with a better bound."""
+        times, stages = self.costs.times(problems[0].stages), problems[0].stages
+        split = all(b >= i + w for i, w, b in zip(times["I"], times["W"], times["B"], strict=True))
+        actions = 3 * stages * problems[0].microbatches
+        if actions > exact.MOST or not split or self.costs.overlap is not None or not exact.available():
+            return
+        proved = []
+        for problem, bound in sorted(zip(problems, bounds, strict=True), key=lambda pair: pair[1]):
+            seconds = (1 - self.share()) * self.time_limit
+            if bound >= self.span or seconds <= 0 or self.schedule is None:
+                proved.append(bound)
+                continue
+            answer = exact.solve_exactly(problem, self.span, bound, seconds)
+            if answer.rows is not None:
+                self._offer(problem.schedule(answer.rows))
+            better = answer.bound > bound * ALMOST
+            proved.append(Bound(min(answer.bound, self.span), "exact search: there is none") if better else bound)
+        self.bound = min(proved)
 
     def _improve(self, tasks: Sequence[Task]) -> None:
         for task in tasks:

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact search by the solver CP-SAT of OR-tools (``pip install fpipe[solve]``), for small problems.
+
+Every action is an interval of integer length. Microbatches that cost the same run in ascending order on every stage:
+in any schedule they can be numbered anew so, stage by stage, and keep all times and all memory. Times are scaled to
+integers and rounded down, and so is memory, so that what is proved for the integers holds for the true costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import ceil, floor, inf
+from typing import Any
+
+from .problem import ALMOST, Problem, Rows
+
+#: Actions of problems that are solved as a whole.
+MOST = 400
+WORKERS = 8  #: of CP-SAT: each searches in another way, so more than cores help
+_UNITS = 10**6  #: the longest span, in integers
+Name = tuple[int, int, int]
+
+
+def available() -> bool:
+    """Whether OR-tools is installed."""
+    return find_spec("ortools") is not None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the solver found: rows, or None, and a lower bound on the span."""
+
+    rows: Rows | None
+    bound: float
+
+
+def solve_exactly(problem: Problem, span: float, bound: float, seconds: float, *, seed: int = 0) -> Answer:
+    """Rows of a shorter span than this one, if there are any, and a bound that is not less than the one given.
+
+    >>> from fpipe.schedules.costs import Costs
+    >>> p = Problem.of(Costs(), (0, 1), 2, 2, (9.0, 9.0))
+    >>> solve_exactly(p, 9.0, 6.0, 10.0) if available() else Answer([], 6.0)
+    Answer(rows=[...], bound=6.0)
+    """
+    from ortools.sat.python import cp_model  # optional, and slow to load
+
+    scale = _scale(problem, span)
+    most = ceil(span * scale * (1 - 1e-9)) - 1
+    names = _names(problem)
+    model = _Model(cp_model.CpModel(), problem, names, scale, bound, most)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = max(0.01, seconds)
+    solver.parameters.num_workers = WORKERS
+    solver.parameters.random_seed = seed
+    status = solver.solve(model.model)
+    if status == cp_model.INFEASIBLE:
+        return Answer(None, min(span, (most + 1) / scale))
+    proved = max(bound, solver.best_objective_bound / scale)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return Answer(None, proved)
+    when = lambda name: (solver.value(model.start[name]), problem.time(*name))
+    return Answer([sorted(row, key=when) for row in names], proved)
+
+
+def _names(problem: Problem) -> Rows:
+    """The actions of each rank."""
+    counts = range(problem.microbatches)
+    return [[(op, s, k) for s in stages for op in range(3) for k in counts] for stages in problem.of_rank]
+
+
+def _scale(problem: Problem, span: float) -> float:
+    """Integers by unit of time: a power of ten at which the costs are exact, if there is one, else a large one."""
+    times = {*problem.F, *problem.I, *problem.W, *problem.link}
+    times = {time * load for time in times for load in set(problem.load)} | set(problem.link)
+    for power in range(7):
+        if all(abs(time * 10**power - round(time * 10**power)) < 1e-7 for time in times) and span * 10**power < 1e8:
+            return 10.0**power
+    return _UNITS / span
+
+
+class _Model:
+    """The variables and constraints; ``start`` has one variable for each action."""
+
+    def __init__(self, model: Any, problem: Problem, rows: Rows, scale: float, bound: float, most: int):
+        self.model, self.problem, self.scale = model, problem, scale
+        self.length = {name: floor(problem.time(*name) * scale + 1e-6) for row in rows for name in row}
+        latest = most + sum(floor(link * scale) for link in problem.link) + sum(self.length.values())
+        self.start = {name: model.new_int_var(0, latest, "") for name in self.length}
+        self._precedences()
+        if problem.even:
+            self._ascending()
+        for rank, row in enumerate(rows):
+            model.add_no_overlap([self._interval(name) for name in row])
+            self._memory(rank, row)
+        self._span(rows, model.new_int_var(floor(bound * scale * (1 - 1e-9)), most, ""))
+
+    def _after(self, name: Name, before: Name, wait: float = 0.0) -> None:
+        wait = self.length[before] + floor(wait * self.scale + 1e-6)
+        self.model.add(self.start[name] >= self.start[before] + wait)
+
+    def _precedences(self) -> None:
+        p, last = self.problem, self.problem.stages - 1
+        for op, s, k in self.start:
+            if op == 0 and s:
+                self._after((0, s, k), (0, s - 1, k), p.link[s - 1])
+            elif op == 1:
+                self._after((1, s, k), *(((1, s + 1, k), p.link[s]) if s < last else ((0, s, k), 0.0)))
+            elif op == 2:
+                self._after((2, s, k), (1, s, k))
+
+    def _ascending(self) -> None:
+        for op, s, k in self.start:
+            if k:
+                self._after((op, s, k), (op, s, k - 1))
+
+    def _interval(self, name: Name) -> Any:
+        length = self.length[name]
+        return self.model.new_interval_var(self.start[name], length, self.start[name] + length, "")
+
+    def _memory(self, rank: int, row: list[Name]) -> None:
+        """What is held from the start of F to the end of I, and from there to the end of W."""
+        p, limit = self.problem, self.problem.limit[rank]
+        held = sum(max(p.saved[s], p.kept[s]) * p.size[k] for op, s, k in row if op == 0)
+        if limit >= held or limit == inf:
+            return
+        if p.even:
+            self._rooms(row, limit / p.size[0] * ALMOST)
+        whole = all(float(x).is_integer() for x in (*p.saved, *p.kept, *p.size)) and held < 1e9
+        unit = 1.0 if whole else 1e6 / limit
+        intervals, demands = [], []
+        for _, s, k in (name for name in row if name[0] == 0):
+            turn = self.start[1, s, k] + (0 if p.kept[s] > p.saved[s] else self.length[1, s, k])
+            end = self.start[2, s, k] + self.length[2, s, k]
+            for begin, stop, size in ((self.start[0, s, k], turn, p.saved[s]), (turn, end, p.kept[s])):
+                if size > 0:
+                    length = self.model.new_int_var(0, 10**9, "")
+                    intervals.append(self.model.new_interval_var(begin, length, stop, ""))
+                    demands.append(floor(size * p.size[k] * unit * ALMOST))
+        self.model.add_cumulative(intervals, demands, ceil(limit * unit))
+
+    def _rooms(self, row: list[Name], limit: float) -> None:
+        """Only so many microbatches of a stage fit in memory: the next F waits for a W."""
+        p = self.problem
+        for s in {s for _, s, _ in row}:
+            size = min(p.saved[s], p.kept[s])
+            room = floor(limit / size) if size > 0 else p.microbatches
+            for k in range(room, p.microbatches):
+                self._after((0, s, k), (2, s, k - room))
+
+    def _span(self, rows: Rows, span: Any) -> None:
+        even = self.problem.even
+        for row in rows:
+            first = row[0][1]
+            begin = self.start[0, first, 0] if even else self.model.new_int_var(0, 10**9, "")
+            for name in row:
+                if name[:2] == (0, first) and not even:
+                    self.model.add(begin <= self.start[name])
+                if name[0] == 2:
+                    self.model.add(span >= self.start[name] + self.length[name] - begin)
+        if even:
+            self.model.add(self.start[0, 0, 0] == 0)
+        self.model.minimize(span)
