@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import ceil, floor, inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from .problem import ALMOST, Problem, Rows
 
@@ -40,15 +40,15 @@ def solve_exactly(problem: Problem, span: float, bound: float, seconds: float, *
 
     >>> from fpipe.schedules.costs import Costs
     >>> p = Problem.of(Costs(), (0, 1), 2, 2, (9.0, 9.0))
-    >>> solve_exactly(p, 9.0, 6.0, 10.0) if available() else Answer([], 6.0)
-    Answer(rows=[...], bound=6.0)
+    >>> solve_exactly(p, 9.0, 6.0, 10.0).bound if available() else 7.0
+    7.0
     """
     from ortools.sat.python import cp_model  # optional, and slow to load
 
     scale = _scale(problem, span)
     most = ceil(span * scale * (1 - 1e-9)) - 1
     names = _names(problem)
-    model = _Model(cp_model.CpModel(), problem, names, scale, bound, most)
+    model = _model(cp_model.CpModel(), problem, names, scale, bound, most)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = max(0.01, seconds)
     solver.parameters.num_workers = WORKERS
@@ -79,85 +79,100 @@ def _scale(problem: Problem, span: float) -> float:
     return _UNITS / span
 
 
-class _Model:
-    """The variables and constraints; ``start`` has one variable for each action."""
+class _Model(NamedTuple):
+    """The variables: when each action starts, by name, and how long it takes."""
 
-    def __init__(self, model: Any, problem: Problem, rows: Rows, scale: float, bound: float, most: int):
-        self.model, self.problem, self.scale = model, problem, scale
-        self.length = {name: floor(problem.time(*name) * scale + 1e-6) for row in rows for name in row}
-        latest = most + sum(floor(link * scale) for link in problem.link) + sum(self.length.values())
-        self.start = {name: model.new_int_var(0, latest, "") for name in self.length}
-        self._precedences()
-        if problem.even:
-            self._ascending()
-        for rank, row in enumerate(rows):
-            model.add_no_overlap([self._interval(name) for name in row])
-            self._memory(rank, row)
-        self._span(rows, model.new_int_var(floor(bound * scale * (1 - 1e-9)), most, ""))
+    model: Any
+    problem: Problem
+    scale: float
+    start: dict[Name, Any]
+    length: dict[Name, int]
 
-    def _after(self, name: Name, before: Name, wait: float = 0.0) -> None:
-        wait = self.length[before] + floor(wait * self.scale + 1e-6)
-        self.model.add(self.start[name] >= self.start[before] + wait)
 
-    def _precedences(self) -> None:
-        p, last = self.problem, self.problem.stages - 1
-        for op, s, k in self.start:
-            if op == 0 and s:
-                self._after((0, s, k), (0, s - 1, k), p.link[s - 1])
-            elif op == 1:
-                self._after((1, s, k), *(((1, s + 1, k), p.link[s]) if s < last else ((0, s, k), 0.0)))
-            elif op == 2:
-                self._after((2, s, k), (1, s, k))
+def _model(model: Any, problem: Problem, rows: Rows, scale: float, bound: float, most: int) -> _Model:
+    """The whole model: its variables and constraints."""
+    length = {name: floor(problem.time(*name) * scale + 1e-6) for row in rows for name in row}
+    latest = most + sum(floor(link * scale) for link in problem.link) + sum(length.values())
+    m = _Model(model, problem, scale, {name: model.new_int_var(0, latest, "") for name in length}, length)
+    _precedences(m)
+    if problem.even:
+        _ascending(m)
+    for rank, row in enumerate(rows):
+        model.add_no_overlap([_interval(m, name) for name in row])
+        _memory(m, rank, row)
+    _span(m, rows, model.new_int_var(floor(bound * scale * (1 - 1e-9)), most, ""))
+    return m
 
-    def _ascending(self) -> None:
-        for op, s, k in self.start:
-            if k:
-                self._after((op, s, k), (op, s, k - 1))
 
-    def _interval(self, name: Name) -> Any:
-        length = self.length[name]
-        return self.model.new_interval_var(self.start[name], length, self.start[name] + length, "")
+def _after(m: _Model, name: Name, before: Name, wait: float = 0.0) -> None:
+    wait = m.length[before] + floor(wait * m.scale + 1e-6)
+    m.model.add(m.start[name] >= m.start[before] + wait)
 
-    def _memory(self, rank: int, row: list[Name]) -> None:
-        """What is held from the start of F to the end of I, and from there to the end of W."""
-        p, limit = self.problem, self.problem.limit[rank]
-        held = sum(max(p.saved[s], p.kept[s]) * p.size[k] for op, s, k in row if op == 0)
-        if limit >= held or limit == inf:
-            return
-        if p.even:
-            self._rooms(row, limit / p.size[0] * ALMOST)
-        whole = all(float(x).is_integer() for x in (*p.saved, *p.kept, *p.size)) and held < 1e9
-        unit = 1.0 if whole else 1e6 / limit
-        intervals, demands = [], []
-        for _, s, k in (name for name in row if name[0] == 0):
-            turn = self.start[1, s, k] + (0 if p.kept[s] > p.saved[s] else self.length[1, s, k])
-            end = self.start[2, s, k] + self.length[2, s, k]
-            for begin, stop, size in ((self.start[0, s, k], turn, p.saved[s]), (turn, end, p.kept[s])):
-                if size > 0:
-                    length = self.model.new_int_var(0, 10**9, "")
-                    intervals.append(self.model.new_interval_var(begin, length, stop, ""))
-                    demands.append(floor(size * p.size[k] * unit * ALMOST))
-        self.model.add_cumulative(intervals, demands, ceil(limit * unit))
 
-    def _rooms(self, row: list[Name], limit: float) -> None:
-        """Only so many microbatches of a stage fit in memory: the next F waits for a W."""
-        p = self.problem
-        for s in {s for _, s, _ in row}:
-            size = min(p.saved[s], p.kept[s])
-            room = floor(limit / size) if size > 0 else p.microbatches
-            for k in range(room, p.microbatches):
-                self._after((0, s, k), (2, s, k - room))
+def _precedences(m: _Model) -> None:
+    p, last = m.problem, m.problem.stages - 1
+    for op, s, k in m.start:
+        if op == 0 and s:
+            _after(m, (0, s, k), (0, s - 1, k), p.link[s - 1])
+        elif op == 1:
+            _after(m, (1, s, k), *(((1, s + 1, k), p.link[s]) if s < last else ((0, s, k), 0.0)))
+        elif op == 2:
+            _after(m, (2, s, k), (1, s, k))
 
-    def _span(self, rows: Rows, span: Any) -> None:
-        even = self.problem.even
-        for row in rows:
-            first = row[0][1]
-            begin = self.start[0, first, 0] if even else self.model.new_int_var(0, 10**9, "")
-            for name in row:
-                if name[:2] == (0, first) and not even:
-                    self.model.add(begin <= self.start[name])
-                if name[0] == 2:
-                    self.model.add(span >= self.start[name] + self.length[name] - begin)
-        if even:
-            self.model.add(self.start[0, 0, 0] == 0)
-        self.model.minimize(span)
+
+def _ascending(m: _Model) -> None:
+    for op, s, k in m.start:
+        if k:
+            _after(m, (op, s, k), (op, s, k - 1))
+
+
+def _interval(m: _Model, name: Name) -> Any:
+    length = m.length[name]
+    return m.model.new_interval_var(m.start[name], length, m.start[name] + length, "")
+
+
+def _memory(m: _Model, rank: int, row: list[Name]) -> None:
+    """What is held from the start of F to the end of I, and from there to the end of W."""
+    p, limit = m.problem, m.problem.limit[rank]
+    held = sum(max(p.saved[s], p.kept[s]) * p.size[k] for op, s, k in row if op == 0)
+    if limit >= held or limit == inf:
+        return
+    if p.even:
+        _rooms(m, row, limit / p.size[0] * ALMOST)
+    whole = all(float(x).is_integer() for x in (*p.saved, *p.kept, *p.size)) and held < 1e9
+    unit = 1.0 if whole else 1e6 / limit
+    intervals, demands = [], []
+    for _, s, k in (name for name in row if name[0] == 0):
+        turn = m.start[1, s, k] + (0 if p.kept[s] > p.saved[s] else m.length[1, s, k])
+        end = m.start[2, s, k] + m.length[2, s, k]
+        for begin, stop, size in ((m.start[0, s, k], turn, p.saved[s]), (turn, end, p.kept[s])):
+            if size > 0:
+                length = m.model.new_int_var(0, 10**9, "")
+                intervals.append(m.model.new_interval_var(begin, length, stop, ""))
+                demands.append(floor(size * p.size[k] * unit * ALMOST))
+    m.model.add_cumulative(intervals, demands, ceil(limit * unit))
+
+
+def _rooms(m: _Model, row: list[Name], limit: float) -> None:
+    """Only so many microbatches of a stage fit in memory: the next F waits for a W."""
+    p = m.problem
+    for s in {s for _, s, _ in row}:
+        size = min(p.saved[s], p.kept[s])
+        room = floor(limit / size) if size > 0 else p.microbatches
+        for k in range(room, p.microbatches):
+            _after(m, (0, s, k), (2, s, k - room))
+
+
+def _span(m: _Model, rows: Rows, span: Any) -> None:
+    even = m.problem.even
+    for row in rows:
+        first = row[0][1]
+        begin = m.start[0, first, 0] if even else m.model.new_int_var(0, 10**9, "")
+        for name in row:
+            if name[:2] == (0, first) and not even:
+                m.model.add(begin <= m.start[name])
+            if name[0] == 2:
+                m.model.add(span >= m.start[name] + m.length[name] - begin)
+    if even:
+        m.model.add(m.start[0, 0, 0] == 0)
+    m.model.minimize(span)
