@@ -2,6 +2,7 @@
 
 python benchmarks/trial_families.py                    # all of them, some minutes
 python benchmarks/trial_families.py llama bloom
+python benchmarks/trial_families.py --write            # and their list on the page docs/howto/huggingface.md
 
 Each family trains one step with rows padded on the left, traced, on two ranks in this process; loss and gradients are
 compared with autograd on the unsplit model. A line for each family, then the counts. Exit code 1 where a family is
@@ -25,7 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpe
 
 from huggingface_survey import FAMILIES, Row, examine  # pyright: ignore[reportMissingImports]
 
-SECONDS = 120
+SECONDS = 240
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "howto" / "huggingface.md"
+BEGIN, END = "<!-- families: written by benchmarks/trial_families.py -->", "<!-- end of families -->"
 
 
 def survey(names: Sequence[str]) -> Iterator[Row]:
@@ -45,10 +48,28 @@ def survey(names: Sequence[str]) -> Iterator[Row]:
             signal.alarm(0)
 
 
+def listed(rows: Sequence[Row]) -> str:
+    """The families as Markdown: those that are right by name, the others with the reason."""
+    right = [row.family for row in rows if row.end == "right"]
+    other = [row for row in rows if row.end != "right"]
+    text = f"{len(right)} families of transformers {transformers.__version__} are right: "
+    text += ", ".join(f"`{name}`" for name in right) + ".\n\n| not supported | why |\n|---|---|\n"
+    return text + "".join(f"| `{row.family}` | {row.text.replace('|', ' ')} |\n" for row in other)
+
+
+def write(rows: Sequence[Row]) -> None:
+    """Put the list in place of the one on the page."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, _, rest = text.partition(f"{BEGIN}\n")
+    _, _, after = rest.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{listed(rows)}\n{END}{after}", encoding="utf-8")
+
+
 def main() -> int:
     """Print the survey."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("families", nargs="*", metavar="FAMILY", help="all by default")
+    options.add_argument("--write", action="store_true", help="also write the list on the page of the docs")
     given = options.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -59,6 +80,8 @@ def main() -> int:
         print(f"{row.family:24} {row.end:8} {row.text}", flush=True)
     counts = Counter(row.end for row in rows)
     print(", ".join(f"{count} {end}" for end, count in counts.most_common()), f"of {len(rows)}")
+    if given.write:
+        write(rows)
     return 1 if counts["wrong"] + counts["failed"] else 0
 
 

@@ -98,15 +98,6 @@ def is_rotary(module: nn.Module) -> bool:
     return "rotary" in type(module).__name__.lower()
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Whether a module is the experts of a mixture, by the name of its class.
-
-    >>> is_experts(nn.Linear(2, 2))
-    False
-    """
-    return type(module).__name__.lower().endswith("experts")
-
-
 def outside(module: nn.Module, units: Collection[nn.Module], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """A module and those in it that are not in one of the units alone, with their names and a dot.
 

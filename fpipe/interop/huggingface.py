@@ -6,10 +6,9 @@ This module must not know any family of models by name, and does not import tran
 
 from __future__ import annotations
 
-import copy
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -17,19 +16,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import tree
 from ..errors import StageError
 from ..generators.balancing import estimate, spread
-from ..running.pipeline import Pipeline
+from ..running.pipeline import Pipeline, pipeline, value_and_grad
 from ..saving.hub import fused
 from ..saving.receive import receive, stored
+from ..schedule import Schedule
 from ..stage import Stage
 from ._decoder import DecoderPart, names_of, part_module
+from ._experts import configs_of, is_experts
 from ._flow import parts_of
 from ._pure import Claim, claims
 from ._router import Router, router_of
-from ._structure import Structure, is_experts, is_rotary, structure_of
+from ._structure import Structure, is_rotary, structure_of
 from ._trial import Trial, try_forward
 from ._verify import compare
+from .binding import Bound
 
 
 def stages(
@@ -62,7 +65,7 @@ def stages(
     """
     structure = structure_of(model)
     _check_drops(model)
-    configs, traced = _configs(model, experts)
+    configs, traced = configs_of(model, experts)
     if aux_loss is None:
         aux_loss = bool(getattr(model.config, "output_router_logits", False))
     router = router_of(model) if aux_loss else None
@@ -160,6 +163,58 @@ def side_inputs(
     return sides
 
 
+def trainer(
+    model: nn.Module, n: int | None = None, *, microbatches: int, schedule: str | Schedule = "1F1B", group: Any = None,
+    **options: Any,
+) -> Callable[..., torch.Tensor]:  # fmt: skip
+    """The ``training_step`` of a ``transformers.Trainer`` as a pipeline over the ranks of one process.
+
+    Gradients go into ``.grad``, where the Trainer's optimizer, clipping and schedulers expect them. The loss is that of
+    causal models: a mean over the labels of all accumulated batches. A Trainer takes every further process for a copy
+    with other data, so the ranks must be those of this process.
+
+    Args:
+        model: the model that the Trainer has.
+        n: how many stages.
+        microbatches: how many parts of each batch; it must divide ``per_device_train_batch_size``.
+        schedule: as for ``fpipe.pipeline``.
+        group: ``fpipe.local(...)``, with the device of each rank where its layers are.
+        options: further ones of :func:`stages`.
+
+    Returns:
+        a method for a subclass of Trainer.
+
+    ```python
+    class PipelineTrainer(transformers.Trainer):
+        training_step = fpipe.interop.huggingface.trainer(model, 4, microbatches=8, group=fpipe.local(4))
+    ```
+    """
+    bound, run = _bound(model, n, options, schedule=schedule, microbatches=microbatches, group=group)
+
+    def training_step(self: Any, _: nn.Module, inputs: Mapping[str, Any], items: Any = None) -> torch.Tensor:
+        sides = {name: inputs[name] for name in ("attention_mask", "position_ids") if inputs.get(name) is not None}
+        labels = inputs["labels"]
+        loss, grads = run(bound.params, inputs["input_ids"], labels, **sides)
+        if items is None:
+            items = (labels[:, 1:] != -100).sum().clamp(min=1) * self.current_gradient_accumulation_steps
+        bound.add_grads([tree.tree_map(lambda grad: grad / items, own) for own in grads])
+        return loss / items
+
+    return training_step
+
+
+def _bound(model: nn.Module, n: int | None, options: Mapping[str, Any], **more: Any) -> tuple[Bound, Any]:
+    """A model bound to stages, and the function that returns the sum of the losses of its labels and its gradients."""
+    cut, params = stages(model, n, **options)
+    bound = Bound([model] * len(cut), cut, [tuple(own) for own in params])
+    pipe = pipeline(cut, loss=causal_loss_sum, reduction="sum", **more).train()
+    if len(pipe.here) < pipe.stages:
+        raise StageError(
+            "a Trainer takes each process for a copy with other data, so all ranks must be in one: group=fpipe.local(4)"
+        )
+    return bound, value_and_grad(pipe)
+
+
 def load(path: str | os.PathLike[str], pipe: Pipeline, *, dtype: torch.dtype | None = None) -> list[Any]:
     """Parameters for a pipeline of :func:`stages` from the files of a model: each process reads its own tensors.
 
@@ -213,17 +268,3 @@ def _check_drops(model: nn.Module) -> None:
             f"fpipe cannot split {type(model).__name__}: it drops layers at random in training (layerdrop={drop}); "
             "build it with layerdrop=0.0, or write its stages as functions"
         )
-
-
-def _configs(model: nn.Module, experts: str | None) -> tuple[dict[int, Any], bool]:
-    """The configs that stages use in place of the model's, and whether experts, if any, can be traced under them."""
-    weights = [p for m in model.modules() if is_experts(m) for p in m.parameters(recurse=False)]
-    if not weights or not hasattr(model, "set_experts_implementation"):
-        return {}, not weights
-    grouped = all(p.dtype == torch.bfloat16 for p in weights)  # grouped products of other types cannot be traced
-    chosen = experts or ("grouped_mm" if grouped else "batched_mm")
-    configs: dict[int, Any] = {}
-    for config in {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}.values():
-        configs[id(config)] = other = copy.copy(config)
-        other._experts_implementation = chosen
-    return configs, chosen == "batched_mm" or (chosen == "grouped_mm" and grouped)

@@ -24,9 +24,9 @@ from ..running.pipeline import pipeline as _pipeline
 from ..schedule import Schedule
 from ..stage import Stage
 from ..tree import matches
+from ._experts import is_experts
 from ._pieces import pieces
 from ._pure import clone
-from ._structure import is_experts
 from .modules import from_module
 
 #: Buffers in which a mixture of experts counts during forward.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -321,6 +322,38 @@ def test_other_inputs_than_token_ids_need_an_example():
     stages, params = huggingface.stages(model, 2, example={"input_features": sound, "decoder_input_ids": ids})
     y = stages[1](params[1], stages[0](params[0], sound, decoder_input_ids=ids), decoder_input_ids=ids)
     torch.testing.assert_close(y, model(input_features=sound, decoder_input_ids=ids).logits)
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """Six batches of four rows; some labels are ignored."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids = tokens(1, seed=index)[0]
+        return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(7) < index % 3, -100)}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_of_transformers(tmp_path: Path):
+    """Its own loop, optimizer, clipping, schedule and accumulation give the same weights with a pipeline's step."""
+    pytest.importorskip("accelerate")
+
+    def trained(pipelined: bool) -> Any:
+        model = decoder("llama", layers=2, train=True)
+        step = {"training_step": huggingface.trainer(model, 2, microbatches=2, group=fpipe.local(2))}
+        options = transformers.TrainingArguments(
+            str(tmp_path), max_steps=3, gradient_accumulation_steps=2, per_device_train_batch_size=4, use_cpu=True,
+            learning_rate=0.1, max_grad_norm=0.0, report_to=[], save_strategy="no", disable_tqdm=True, optim="sgd",
+        )  # fmt: skip
+        cls = type("Piped", (transformers.Trainer,), step if pipelined else {})
+        trainer = cls(model=model, args=options, train_dataset=Rows())
+        return trainer.train().training_loss, model.state_dict()
+
+    (loss, found), (reference, want) = trained(True), trained(False)
+    assert abs(loss / reference - 1) < 1e-6
+    assert all(torch.allclose(found[name], want[name], rtol=1e-4, atol=1e-6) for name in want)
 
 
 class Noisy(torch.nn.Module):

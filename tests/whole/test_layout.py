@@ -82,7 +82,7 @@ PRIVATE_TORCH = {
     "interop._recorder": {"_python_dispatch"},
     "interop._replaced": {"_compiled_call_impl"},
     "interop.fsdp": {"_version"},
-    "interop.huggingface": {"_experts_implementation"},
+    "interop._experts": {"_experts_implementation"},
     "interop.pipelining.orders": {"_Action", "_ComputationType", "_add_send_recv"},
     "plans.weaving.estimates": {"_c10d_functional", "_unsafe_view"},
     "programs.fake": {"_decomp", "_disable_current_modes", "_dispatch", "_ops", "_python_dispatch", "_subclasses"},
