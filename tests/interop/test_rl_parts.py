@@ -92,6 +92,14 @@ def test_mistakes_in_sequences():
         tokens_of(ids, positions, packed=True, length=8)
 
 
+def test_weights_know_frozen_parameters_by_name():
+    """Pytrees have the names of a dict in order, the dict itself does not."""
+    stages = [fpipe.Stage(lambda p, x: x @ p["b"] @ p["a"], frozen=("a",))]
+    pipe = fpipe.pipeline(stages, loss=torch.sum, microbatches=1, group=fpipe.local(1))
+    weights = Weights(pipe, [{"b": torch.eye(2), "a": torch.eye(2)}])
+    assert [name for _, name, leaf in weights if leaf.requires_grad] == ["b"]
+
+
 # ---- packed sequences of a model ------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def tied() -> Any:

@@ -27,15 +27,15 @@ class Cut:
     """A model as stages, with what exports need to know of it.
 
     ``aliases`` are other names of a tied parameter by its first name. ``peft`` is the model with adapters around the
-    one that was cut, if there is one.
+    one that was cut, if there is one, and ``plain`` are stages without these that take the same parameters.
     """
 
     model: nn.Module
     stages: list[Stage]
     params: list[dict[str, torch.Tensor]]
     aliases: Mapping[str, Sequence[str]]
-    cuts: Sequence[int] | None = None
     peft: Any = None
+    plain: Sequence[Stage] = ()
 
     @property
     def moded(self) -> bool:
@@ -43,14 +43,6 @@ class Cut:
         config = vars(self.model.config)
         rates = [rate for name, rate in config.items() if "drop" in name and isinstance(rate, (int, float))]
         return any(rate > 0 for rate in [*rates, *(m.p for m in self.model.modules() if isinstance(m, nn.Dropout))])
-
-    def without_adapters(self) -> list[Stage]:
-        """The stages with adapters switched off: they take the same parameters."""
-        if self.peft is None:
-            return self.stages
-        with self.peft.disable_adapter():
-            stages, _ = _cut(self.model, len(self.stages), self.cuts)
-        return [replace(other, frozen=stage.frozen) for stage, other in zip(self.stages, stages, strict=True)]
 
 
 def load(path: str, config: Any, dtype: torch.dtype, *, values: bool = False, attention: str, trust: bool) -> nn.Module:
@@ -113,7 +105,15 @@ def cut(model: Any, n: int, *, cuts: Sequence[int] | None = None, engine: Engine
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     aliases = {first: others for first, *others in names.values() if others}
-    return Cut(model, stages, params, aliases, cuts, peft)
+    plain: list[Stage] = []
+    if peft is not None:
+        with peft.disable_adapter():
+            others, _ = _cut(model, n, cuts)
+        plain = [
+            replace(other, frozen=stage.frozen, engine=stage.engine)
+            for other, stage in zip(others, stages, strict=True)
+        ]
+    return Cut(model, stages, params, aliases, peft, plain)
 
 
 def _cut(model: nn.Module, n: int, cuts: Sequence[int] | None) -> tuple[list[Stage], list[dict[str, torch.Tensor]]]:

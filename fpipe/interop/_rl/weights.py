@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ... import tree
 from ...errors import CheckpointError
 from ...running.pipeline import Pipeline
 from ...transforms import global_norm
@@ -56,8 +57,9 @@ class Weights:
         """The leaves of a stage. Tied parameters of stages here are one leaf, but with ``zero=``, as parts differ."""
         ties = {} if self.pipe.parts else dict(self.pipe.config.functions[stage].ties)
         found: dict[str, nn.Parameter] = {}
-        for (name, part), trained in zip(row.items(), self.pipe.config.trained(stage, row), strict=True):
-            leaf = nn.Parameter(part, requires_grad=trained and part.is_floating_point())
+        trained = dict(zip(tree.names(row), self.pipe.config.trained(stage, row), strict=True))
+        for name, part in row.items():
+            leaf = nn.Parameter(part, requires_grad=trained[name] and part.is_floating_point())
             found[name] = shared.setdefault(ties[name], leaf) if name in ties else leaf
         return found
 

@@ -23,7 +23,7 @@ _ANSWERS = {
     "set_device": None, "synchronize": None, "empty_cache": None, "ipc_collect": None, "manual_seed": None,
     "reset_peak_memory_stats": None, "current_device": 0, "memory_allocated": 0, "memory_reserved": 0,
     "max_memory_allocated": 0, "max_memory_reserved": 0, "is_available": True, "device_count": 1,
-    "get_device_name": "cpu", "mem_get_info": (0, 0),
+    "get_device_name": "cpu", "mem_get_info": (0, 0), "set_rng_state": None, "get_rng_state": None,
 }  # fmt: skip
 
 

@@ -135,7 +135,7 @@ class FpipeEngine(base.BaseEngine):
     @cached_property
     def _reference(self) -> Pipeline:
         """The pipeline without adapters."""
-        pipe = self._pipeline(self.cut.without_adapters())
+        pipe = self._pipeline(self.cut.plain)
         pipe.shard(self.weights.meta)
         return pipe
 
@@ -339,8 +339,10 @@ class FpipeEngine(base.BaseEngine):
         more = checkpoints.load(local_path, self.weights, self.optimizer, self.checkpoint_config.load_contents)
         if "extra" in self.checkpoint_config.load_contents:
             self.steps = more["steps"]
-            if self.scheduler is not None and more["lr"]:
-                self.scheduler.load_state_dict(more["lr"])
+            if self.optimizer is not None and more["lr"]:
+                self.scheduler.load_state_dict({**self.scheduler.state_dict(), **more["lr"]})
+                for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+                    group["lr"] = rate
         dist.barrier()
         if del_local_after_load and dist.get_rank() == 0:
             shutil.rmtree(local_path, ignore_errors=True)
