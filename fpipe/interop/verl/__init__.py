@@ -2,8 +2,9 @@
 """The engine "fpipe" for verl: importing this package registers it, for language models and for value models.
 
 verl imports it by itself where fpipe is installed (entry points of the group ``verl.plugins``), and otherwise with
-``VERL_USE_EXTERNAL_MODULES=fpipe.interop.verl``. Then ``engine=fpipe`` is a choice of verl's configurations, whose
-options ``engine/fpipe.yaml`` documents. This package is all that knows verl (0.9); what it needs beside is in ``_rl``.
+``VERL_USE_EXTERNAL_MODULES=fpipe.interop.verl``. Then verl's configurations take ``engine=fpipe``, whose options
+``yaml/engine/fpipe.yaml`` documents, and those of its PPO trainer ``model_engine=fpipe``. This package is all that
+knows verl (0.9); what it needs beside is in ``_rl``.
 """
 
 from importlib import import_module
@@ -14,19 +15,21 @@ if find_spec("verl") is None:
     raise ImportError("fpipe.interop.verl needs verl 0.9; install fpipe[verl]")
 
 from . import cpu as cpu  # first: what follows asks verl for the platform
-from .config import FpipeEngineConfig
+from .config import FpipeActorConfig, FpipeCriticConfig, FpipeEngineConfig
 from .engine import FpipeEngine, FpipeValueEngine, register
 
-__all__ = ["FpipeEngine", "FpipeEngineConfig", "FpipeValueEngine"]
+__all__ = ["FpipeActorConfig", "FpipeCriticConfig", "FpipeEngine", "FpipeEngineConfig", "FpipeValueEngine"]
 
 register()
 
 
 def _store() -> None:
-    """Make ``engine=fpipe`` known to hydra, so that no search path is needed."""
-    node = import_module("omegaconf").OmegaConf.load(Path(__file__).parent / "engine" / "fpipe.yaml")
+    """Make ``engine=fpipe`` and ``model_engine=fpipe`` known to hydra, so that no search path is needed."""
     store = import_module("hydra.core.config_store").ConfigStore.instance()
-    store.store(group="engine", name="fpipe", node=node, provider="fpipe")
+    for file in sorted((Path(__file__).parent / "yaml").glob("*/*.yaml")):
+        node, group = import_module("omegaconf").OmegaConf.load(file), file.parent.name
+        package = "_global_" if group == "model_engine" else None
+        store.store(group=group, name=file.stem, node=node, package=package, provider="fpipe")
 
 
 _store()

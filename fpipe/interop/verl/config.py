@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of the engine as verl's configurations are; ``engine/fpipe.yaml`` documents each of them."""
+"""The options of the engine as verl's configurations are; ``yaml/engine/fpipe.yaml`` documents each of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfl
 
 @dataclass
 class FpipeEngineConfig(configs.EngineConfig):
-    """The options of the engine; ``engine/fpipe.yaml`` documents each."""
+    """The options of the engine; ``yaml/engine/fpipe.yaml`` documents each."""
 
     strategy: str = "fpipe"
     pipeline_parallel_size: int = -1
@@ -53,3 +53,29 @@ class FpipeEngineConfig(configs.EngineConfig):
                 raise StageError(f"engine.{name}={getattr(self, name)!r}; give one of {', '.join(DTYPES)}")
         if self.outputs not in ("last", "zeros"):
             raise StageError(f"engine.outputs={self.outputs!r}; give 'last' or 'zeros'")
+
+
+@dataclass
+class FpipeActorConfig(configs.ActorConfig):
+    """The actor, or the reference model, of verl's PPO trainer on this engine."""
+
+    strategy: str = "fpipe"
+    fpipe: FpipeEngineConfig = field(default_factory=FpipeEngineConfig)
+
+    def __post_init__(self) -> None:
+        """Pass the engine's options to where verl looks for them."""
+        super().__post_init__()
+        self.engine = self.fpipe
+
+
+@dataclass
+class FpipeCriticConfig(configs.CriticConfig):
+    """The critic of verl's PPO trainer on this engine."""
+
+    strategy: str = "fpipe"
+    fpipe: FpipeEngineConfig = field(default_factory=FpipeEngineConfig)
+
+    def __post_init__(self) -> None:
+        """Pass the engine's options to where verl looks for them."""
+        super().__post_init__()
+        self.engine = self.fpipe
