@@ -37,6 +37,7 @@ BENCHES: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
     "runner": ("bench_runner", (), ("--rounds", "2")),
     "cold": ("bench_cold", (), ("--starts", "1")),
     "scale": ("bench_scale", (), ("--rounds", "1", "--schedules", "1F1B")),
+    "lengths": ("bench_lengths", (), ("--rounds", "1", "--lengths", "4")),
     "schedules": ("bench_schedules", (), ("--ranks", "8", "--microbatches", "16", "--rounds", "1", "--large", "")),
     "optimizer": ("bench_optimizer", (), ("--rounds", "2", "--sides", "32")),
     "overlap": ("bench_overlap", ("--torch", "--width", "64"), ("--rounds", "1", "--mb", "1", "--microbatches", "4")),

@@ -1,10 +1,10 @@
 """What a new sequence length, and a new number of microbatches, cost beside a warm step.
 
-A model like Llama of 16 layers in 2 stages under 1F1B, on 2 ranks of one process or on 2 processes. The first length is
-traced as it is, the second one with symbolic sizes; every later one reuses that trace. The cost of a new length is the
-time of its first step over that of its second step.
+A model like Llama of 16 layers in 2 stages under 1F1B, on 2 ranks of one process and on 2 processes. The first length
+is traced as it is, the second one with symbolic sizes; every later one reuses that trace. The cost of a new length is
+the time of its first step over that of its second step.
 
-    python -m benchmarks.bench_lengths [--processes] [--lengths 100] [--json FILE]
+    python -m benchmarks.bench_lengths [--lengths 100] [--rounds 3] [--json FILE]
 """
 
 from __future__ import annotations
@@ -116,18 +116,24 @@ def _process(lengths: int) -> dict[str, float]:
 
 def main() -> None:
     """Print the figures."""
-    parser = options(__doc__, lengths=100)
-    parser.add_argument("--processes", action="store_true", help="2 processes instead of 2 local ranks")
-    given = parser.parse_args()
-    if given.processes:
-        import fpipe
+    given = options(__doc__, lengths=100, rounds=3).parse_args()
+    import fpipe
 
-        found = fpipe.launch(_process, given.lengths, ranks=2)[0]
-    else:
-        found = measure(given.lengths)
-    for name, value in found.items():
-        print(f"{name:36s} {value:8.2f}")
-    save(found, given.json)
+    runs: dict[str, Callable[[], dict[str, float]]] = {
+        "2 local ranks": lambda: fpipe.launch(measure, given.lengths, ranks=1)[0],
+        "2 processes": lambda: fpipe.launch(_process, given.lengths, ranks=2)[0],
+    }
+    found = {where: [run() for _ in range(given.rounds)] for where, run in runs.items()}
+    rows = [
+        {"where": where, **{name: statistics.median(one[name] for one in each) for name in each[0]}}
+        for where, each in found.items()
+    ]
+    for row in rows:
+        print(
+            *(f"{name:36s} {value}" if name == "where" else f"{name:36s} {value:8.2f}" for name, value in row.items()),
+            sep="\n",
+        )
+    save(rows, given.json)
 
 
 if __name__ == "__main__":

@@ -146,6 +146,20 @@ def _scale(rows: Rows) -> Iterator[str]:
     yield from _table(heads, lines)
 
 
+def _lengths(rows: Rows) -> Iterator[str]:
+    lines = [
+        [r["where"], f"{r['warm step, ms']:.0f}", f"{r['first call, steps']:.0f}", f"{r['second length, steps']:.0f}",
+         _kept(r["new length, steps"], 5, f"{r['new length, steps']:.2f}"),
+         _kept(r["new number of microbatches, steps"], 2, f"{r['new number of microbatches, steps']:.2f}"),
+         _kept(r["speed of different lengths"], float("inf"), f"{r['speed of different lengths']:.0%}", 0.9)]
+        for r in rows
+    ]  # fmt: skip
+    yield from _table(
+        ("", "warm step, ms", "first call, steps", "second length, steps", "new length, steps", "new count, steps",
+         "speed of 100 lengths"), lines
+    )  # fmt: skip
+
+
 def _schedules(found: Any) -> Iterator[str]:
     columns = ("make", "check", "simulate", "figures")
     lines = [
@@ -222,6 +236,11 @@ _COLD = (
     "of the first step, *second* the same for a second pipeline of the same functions. Best of three new processes; "
     "torch is imported before."
 )
+_LENGTHS = (
+    "A model like Llama of 16 layers in 2 stages, 1F1B, 4 microbatches. The first length is traced as it is, the "
+    "second with symbolic sizes. A later length, or number of microbatches: its first step in steps of the same size. "
+    "The last column is the speed of 100 different lengths compared with the same lengths again. Medians of three runs."
+)
 _SCALE = (
     "256 ranks, 2,048 microbatches. Lowering: the plan of the rank that takes longest. Check and simulation: the whole "
     "schedule."
@@ -249,6 +268,7 @@ SECTIONS: dict[str, tuple[str, str, Callable[[Any], Iterator[str]]]] = {
     "split": ("Cost of splitting the backward", _SPLIT, _split),
     "runner": ("Cost of the runner", _RUNNER, _runner),
     "cold": ("Cold start", _COLD, _cold),
+    "lengths": ("New lengths", _LENGTHS, _lengths),
     "scale": ("Scale", _SCALE, _scale),
     "schedules": ("Schedules as data", "Medians of five, in plain Python, without torch.", _schedules),
     "optimizer": (
