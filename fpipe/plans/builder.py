@@ -21,7 +21,8 @@ from ..tree import Aval, contiguous, sum_dtype
 from .gathering import parameter_key, steps_of_copies
 from .keys import BatchLeaf, Key, OutputCotangent, Source, State, Value, grad, inputs
 from .messages import Messages
-from .plan import LoweringInput, ProgramSet, Step
+from .plan import LoweringInput, ProgramSet
+from .step import Step
 from .weaving.weave import Weave
 
 

@@ -21,12 +21,17 @@ from ..collectives.faults import watched
 from ..errors import MismatchError
 from .lowering import lower
 from .plan import LoweringInput, Plan
+from .resizing import resized
 from .weaving.estimates import LINKS, Link, pace
 from .weaving.segments import collectives_of
 
 #: (letter of the program, which of its collectives, kind, dtype and axes)
 Sign: TypeAlias = tuple[str, int, str, str]
 _LEAST, _MOST = 1024, 4 << 20  #: bytes of the exchanges by which a communicator is measured
+
+
+#: Earlier plans by rank, with their inputs.
+Before: TypeAlias = Mapping[int, tuple[Plan, LoweringInput]]
 
 
 class Starts(NamedTuple):
@@ -39,10 +44,15 @@ class Starts(NamedTuple):
     plain: tuple[Sign, ...]
 
 
-def lower_together(inputs: Mapping[int, LoweringInput]) -> dict[int, Plan]:
-    """The plans of the ranks of this process, with one order of collectives on every communicator."""
+def lower_together(inputs: Mapping[int, LoweringInput], before: Before | None = None) -> dict[int, Plan]:
+    """The plans of the ranks of this process, with one order of collectives on every communicator.
+
+    ``before``: plans and their inputs by rank, which are reused where only sizes differ.
+    """
     _measure_links(inputs)
-    plans = {rank: lower(source, rank) for rank, source in inputs.items()}
+    known = before or {}
+    reused = {rank: resized(*known[rank], source) for rank, source in inputs.items() if rank in known}
+    plans = {rank: reused.get(rank) or lower(source, rank) for rank, source in inputs.items()}
     starts = starts_of(plans, inputs)
     refused: dict[tuple[int, int], str] = {}
     for name in sorted(starts):

@@ -14,8 +14,9 @@ from itertools import count
 
 from ..schedules.actions import Action
 from .keys import Grad, Key, grad, inputs, param, reduced_grad, whole_param
-from .plan import LoweringInput, Step
+from .plan import LoweringInput
 from .sharding import Copies, Share
+from .step import Step
 
 
 @dataclass(frozen=True)

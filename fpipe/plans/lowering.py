@@ -11,21 +11,30 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ..schedules.actions import AnyAction, Fused, plain
 from .builder import Builder, input_gradients_of, outputs_of
 from .keys import GradSum, Key, PartialGrad, grad, reduced_grad
-from .plan import LoweringInput, Plan, Step
+from .plan import LoweringInput, Plan
 from .slots import assign
+from .step import Step
 from .weaving.fused import act_jointly, starts_collectives, woven_pieces
 
 
 def lower(job: LoweringInput, rank: int) -> Plan:
-    """The plan of one rank; lowering creates no reference cycles, so the garbage collector is paused."""
+    """The plan of one rank."""
+    with uncollected():
+        return _lower(job, rank)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Pause the garbage collector, for what creates many objects and no reference cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:
-        return _lower(job, rank)
+        yield
     finally:
         if enabled:
             gc.enable()

@@ -20,7 +20,7 @@ from ..programs.program import Program
 from ..programs.stage_programs import Programs
 from ..tree import Aval, Spec
 from .keys import Key
-from .plan import Step
+from .step import Step, Use
 
 
 @dataclass(slots=True)
@@ -154,6 +154,20 @@ class MemoryAccount:
             elif key is not None and nbytes is not None:
                 self.begin(key, key, nbytes)
         self.end(memory)
+
+
+def curve(steps: Sequence[Step], uses: Sequence[Use], wired: bool) -> tuple[int, ...]:
+    """The most bytes held during each step."""
+    account, held = MemoryAccount(wired), []
+    for step, (ends, needed) in zip(steps, uses, strict=True):
+        during = account.run(step, ends) if step.program is not None else account.other(step)
+        for key, later in zip(step.writes, needed, strict=True):
+            if not later:
+                account.end(key)
+        for place in ends:
+            account.end(step.reads[place])
+        held.append(max(during, account.live))
+    return tuple(held)
 
 
 def _bytes(aval: Aval | Spec) -> int:

@@ -18,7 +18,8 @@ from ..schedules.dependencies import RULE
 from ..schedules.simulation import simulate_rows
 from ..tree import Spec
 from .keys import Key
-from .plan import LoweringInput, Step
+from .plan import LoweringInput
+from .step import Step
 from .value_graph import Out
 
 #: op -> the facts that it provides to other ranks.

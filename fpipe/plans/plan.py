@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -20,12 +21,11 @@ from ..schedule import Schedule
 from ..schedules.actions import Action, Row
 from ..tree import Aval, Spec
 from .keys import Key, Source, Value
+from .memory import curve
 from .sharding import Copies, Layout, Share
+from .step import Kind, Step, Use
 from .value_graph import ValueGraph
 from .weaving.weave import Overlap, Weave
-
-Kind: TypeAlias = Literal["F", "B", "I", "W", "RECV", "WAIT", "SEND", "ADD", "ZERO", "SUM", "SETTLE",
-                          "REDUCE", "UNSHARD", "RESHARD", "EACH", "LOSS"]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +175,21 @@ class Plan:
     feeds: Mapping[Key, int]
     results: Mapping[Key, int]
     split: int
-    peak: int
-    curve: tuple[int, ...] = ()
     weaves: Mapping[str, Weave] = field(default_factory=dict)  # by fused action
     row: Row = ()  # the actions of the rank, those included that need no instruction
+    steps: tuple[Step, ...] = field(default=(), compare=False, repr=False)
+    uses: tuple[Use, ...] = field(default=(), compare=False, repr=False)  # by step
+    wired: bool = False  # some ranks are in other processes
+
+    @cached_property
+    def curve(self) -> tuple[int, ...]:
+        """The most bytes held during each step."""
+        return curve(self.steps, self.uses, self.wired)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes held at once."""
+        return max(self.curve, default=0)
 
     def carried(self) -> tuple[int, ...]:
         """The slots that are filled before ``split`` and read after it."""
@@ -196,20 +207,3 @@ class Plan:
             others = sum(w is weave for w in self.weaves.values()) - 1
             lines += ["", str(weave), *([f"  and {others} more fused actions like it"] if others else [])]
         return "\n".join(lines)
-
-
-class Step(NamedTuple):
-    """An instruction before slots are assigned: the same, over keys."""
-
-    kind: Kind
-    action: Action | None = None
-    reads: tuple[Key, ...] = ()
-    writes: tuple[Key, ...] = ()
-    program: Program | None = None
-    owner: Programs | None = None
-    peer: int = -1
-    number: int = -1
-    avals: tuple[Aval | Spec, ...] = ()
-    how: tuple[str, ...] = ()
-    share: Share | None = None
-    stage: int = -1

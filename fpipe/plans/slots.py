@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Register allocation: steps over keys become instructions over slots, with frees, and every byte is counted.
+"""Register allocation: steps over keys become instructions over slots, with frees.
 
 A slot is reused after the last use of its value; a program takes values that it uses last out of their slots, so that
-they can be freed inside it. Bytes are counted by storage: two views of one tensor count once. Knows one rank and no
-tensors.
+they can be freed inside it. Knows one rank and no tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..tree import Aval
+from ..tree import Aval, Spec
 from .keys import Key
-from .memory import MemoryAccount
-from .plan import Instruction, LoweringInput, Plan, Step
+from .plan import Instruction, LoweringInput, Plan
+from .step import Step, Use
 from .value_graph import spec_of
 from .weaving.weave import Weave
 
@@ -21,43 +20,43 @@ from .weaving.weave import Weave
 def assign(
     job: LoweringInput, rank: int, steps: Sequence[Step], split: int, wanted: Sequence[Key], weaves: Mapping[str, Weave]
 ) -> Plan:  # fmt: skip
-    """Assign slots and count bytes."""
+    """Assign slots."""
     feeds = _feeds(steps, wanted)
-    uses = list(_uses(steps, wanted, feeds))
+    uses = tuple(reversed(list(_uses(steps, wanted, feeds))))
     slots, spare, size = dict(feeds), list[int](), len(feeds)
-    account = MemoryAccount(job.wired)
-    instructions, curve = [], []
-    for step, (ends, needed) in zip(steps, reversed(uses), strict=True):
+    instructions = []
+    for step, (ends, needed) in zip(steps, uses, strict=True):
         reads = tuple([slots[key] for key in step.reads])
-        during = account.run(step, ends) if step.program is not None else account.other(step)
         for key, later in zip(step.writes, needed, strict=True):
-            if not later:
-                account.end(key)
-            elif key not in slots:
+            if later and key not in slots:
                 if not spare:
                     spare, size = [size], size + 1
                 slots[key] = spare.pop()
         writes = tuple([slots.get(key, -1) for key in step.writes])
-        for place in ends:
-            account.end(step.reads[place])
         frees = tuple([slots.pop(step.reads[place]) for place in ends])
         spare += frees
-        curve.append(max(during, account.live))
-        if step.kind != "ZERO" or writes:
-            specs = tuple([spec_of(aval) if isinstance(aval, Aval) else aval for aval in step.avals])
+        if not idle(step):
             instructions.append(Instruction(step.kind, step.action, reads, writes, frees, step.program, step.peer,
-                                            step.number, specs, step.how, step.share, step.owner,
+                                            step.number, specs_of(step), step.how, step.share, step.owner,
                                             step.stage))  # fmt: skip
     results = {key: slots[key] for key in wanted if key in slots}
     return Plan(
-        rank, tuple(instructions), size, feeds, results, split, max(curve, default=0), tuple(curve), weaves,
-        job.schedule[rank],
+        rank, tuple(instructions), size, feeds, results, split, weaves, job.schedule[rank], tuple(steps), uses,
+        job.wired,
     )  # fmt: skip
 
 
-def _uses(
-    steps: Sequence[Step], wanted: Sequence[Key], feeds: dict[Key, int]
-) -> Iterator[tuple[tuple[int, ...], tuple[bool, ...]]]:
+def idle(step: Step) -> bool:
+    """Whether a step needs no instruction."""
+    return step.kind == "ZERO" and not step.writes
+
+
+def specs_of(step: Step) -> tuple[Spec, ...]:
+    """The specs of the tensors of a step."""
+    return tuple([spec_of(aval) if isinstance(aval, Aval) else aval for aval in step.avals])
+
+
+def _uses(steps: Sequence[Step], wanted: Sequence[Key], feeds: dict[Key, int]) -> Iterator[Use]:
     """From the last step to the first: the places of the reads that end there, and which writes are used later.
 
     The first ADD creates a gradient; later ones read it and write into it.

@@ -124,6 +124,10 @@ class Programs:
         """Program ``letter`` with its parameter gradients added into inputs ``g0..`` as soon as each is computed."""
         return self._b_adding if letter == "B" else self._w_adding
 
+    def known_adding(self, letter: str) -> Program | None:
+        """What ``adding`` returned, if it was called."""
+        return vars(self).get("_b_adding" if letter == "B" else "_w_adding")
+
     @cached_property
     def _b_adding(self) -> Program:
         return self._adding("B", self.b)

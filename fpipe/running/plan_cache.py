@@ -164,12 +164,16 @@ class Cache:
             if len({word for _, word in answers}) > 1:
                 guess = None
         # Two pipelines may be equal in all facts: each has plans that were prepared for a call of its own.
-        prepared = prepare(config, request, tag_of({**shared(known), "number": str(number)}), guess)
+        prepared = prepare(config, request, tag_of({**shared(known), "number": str(number)}), guess, self._latest)
         return CachedPlans(config, prepared, known, number, call.misplaced())
 
     def _ready(self, config: Config, request: Request) -> Ready | None:
         """The stages traced for the sizes to expect after the latest calls; the ranks confirm or discard it."""
-        return ready(config, request, [each.prepared for each in list(self.plans.values())[-SEEN:]])
+        return ready(config, request, self._latest)
+
+    @property
+    def _latest(self) -> list[Prepared]:
+        return [each.prepared for each in list(self.plans.values())[-SEEN:]]
 
     def _completed(self, call: Call, absent: Sequence[Sequence[str]]) -> Request:
         """The request of a call some of whose arguments only other processes have: these describe them."""

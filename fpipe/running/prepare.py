@@ -19,7 +19,8 @@ from ..collectives.data import encode
 from ..collectives.rendezvous import TRACING
 from ..errors import FpipeError, MismatchError, StageError
 from ..plans.builder import sum_of
-from ..plans.collective_order import lower_together
+from ..plans.collective_order import Before, lower_together
+from ..plans.lowering import uncollected
 from ..plans.plan import LoweringInput, Plan, ProgramSet
 from ..plans.value_graph import Interface, ValueGraph, spec_of
 from ..programs.losses import check_scalar, loss_stage
@@ -73,10 +74,13 @@ class Prepared:
         return y, loss.outputs.y.fill(rest)
 
 
-def prepare(config: Config, request: Request, tag: int, ready: Ready | None = None) -> Prepared:
+def prepare(
+    config: Config, request: Request, tag: int, ready: Ready | None = None, before: Sequence[Prepared] = ()
+) -> Prepared:
     """Trace, exchange interfaces, lower and bind. ``tag`` identifies what the ranks agreed on before.
 
-    ``ready``: what all ranks traced for the same expected interfaces.
+    ``ready``: what all ranks traced for the same expected interfaces. ``before``: the plans of the latest calls, which
+    are reused for other sizes.
     """
     group, copies, schedule = config.group, config.copies, request.schedule
     traced = ready.traced if ready else _traced(config, request)
@@ -95,15 +99,22 @@ def prepare(config: Config, request: Request, tag: int, ready: Ready | None = No
     }  # fmt: skip
     first = 0 if copies is None else copies.part * schedule.microbatches
     options = Options(wide=config.accumulate, check=check if request.debug else None, first=first)
-    with timed("lowering"):
+    with timed("lowering"), uncollected():
         executables = {
             rank: bind(plan, group, replace(options, device=group.device(rank)))
-            for rank, plan in lower_together(inputs).items()
+            for rank, plan in lower_together(inputs, _earlier(request, before)).items()
         }
     return Prepared(
         request, executables, inputs, tuple(kind.interfaces for kind in traced), tuple(kind.loss for kind in traced),
         tag,
     )  # fmt: skip
+
+
+def _earlier(request: Request, before: Sequence[Prepared]) -> Before | None:
+    """The plans of the latest call with the same schedule and mode."""
+    alike = (p for p in reversed(before) if (p.request.mode, p.request.kind_of) == (request.mode, request.kind_of))
+    found = next((p for p in alike if p.request.schedule == request.schedule), None)
+    return None if found is None else {rank: (plan, found.inputs[rank]) for rank, plan in found.plans.items()}
 
 
 @dataclass(frozen=True)

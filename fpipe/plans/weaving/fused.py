@@ -20,7 +20,7 @@ from ...programs.stage_programs import Programs
 from ...schedules.actions import Action, AnyAction
 from ..builder import Builder, Piece
 from ..keys import CALLERS, inputs
-from ..plan import Step
+from ..step import Step
 from .estimates import LINKS
 from .search import weave
 from .segments import Segment, collectives_of, segments_of, whole
