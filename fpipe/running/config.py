@@ -26,6 +26,7 @@ from ..programs.losses import loss_sides
 from ..schedule import Placement, Schedule
 from ..stage import Stage
 from ..tree import Tree
+from .auto import Auto
 from .reduction import Reduction, Weighted
 
 Outputs: TypeAlias = Literal["zeros", "everywhere", "last"]
@@ -73,6 +74,7 @@ class Config:
 
     def __repr__(self) -> str:
         name = self.schedule if isinstance(self.schedule, str) else getattr(self.schedule, "name", "custom")
+        name = "auto" if isinstance(self.schedule, Auto) else name
         return f"<fpipe pipeline: {self.stages} stages, schedule {name}, {self.group!r}>"
 
     # ---- what follows from it -----------------------------------------------------------------------------------
@@ -94,7 +96,8 @@ class Config:
     @cached_property
     def schedule_for(self) -> Callable[[int], Schedule]:
         """The checked schedule for a number of microbatches; each is generated once."""
-        return lru_cache(maxsize=None)(partial(_schedule_for, self.schedule, self.group.size, self.stages))
+        made = partial(_schedule_for, self.schedule, self.group.size, self.stages)
+        return made if isinstance(self.schedule, Auto) else lru_cache(maxsize=None)(made)
 
     @cached_property
     def placement(self) -> Placement:

@@ -27,6 +27,7 @@ from ..stage import Engine, Stage, as_stage, with_defaults, without_unsafe_compi
 from ..tree import Tree
 from . import calls
 from .arguments import Call, Each
+from .auto import Auto, chosen_by
 from .config import Config, Loss, Outputs, ties
 from .derived import nested
 from .descriptions import described
@@ -81,10 +82,32 @@ class Pipeline:
     ) -> Call:  # fmt: skip
         """The checked arguments of a call that follows; where they are refused, the other ranks learn it."""
         try:
-            return Call.of(self.config, mode, params, x, targets, side, **options)
+            call = Call.of(self.config, mode, params, x, targets, side, **options)
         except Exception as error:
             calls.refuse(self.config, error)
             raise
+        auto = self.config.schedule
+        if isinstance(auto, Auto) and mode == "grad" and call.number not in auto.chosen:
+            self._choose(auto, call, params, x, targets, side)
+        return call
+
+    def _choose(
+        self, auto: Auto, call: Call, params: Sequence[Tree], x: Tree, targets: Sequence[Tree], side: dict[str, Tree]
+    ) -> None:  # fmt: skip
+        """Choose the schedule for a number of microbatches, by plans of another one with the same placement."""
+        run = self.schedule(call.number)
+        plans = self.under(run).plan(params, x, *targets, **side)
+        auto.estimated(call.number, plans.figures, plans.peak, run, self.config.device.type)
+
+    @property
+    def why(self) -> str:
+        """What ``schedule="auto"`` chose and why; print it."""
+        auto = self.config.schedule
+        if not isinstance(auto, Auto):
+            return f"{self.config!r}: the schedule was given"
+        if not auto.chosen:
+            return f"the first call that computes gradients chooses; stages are on ranks as {self.placement}"
+        return "\n\n".join(f"{number} microbatches\n{why}" for number, (_, why) in sorted(auto.chosen.items()))
 
     @property
     def parts(self) -> Group | None:
@@ -169,11 +192,8 @@ class Plans:
         self._inputs = prepared.inputs
 
     @property
-    def costs(self) -> Costs:
-        """What is expected, for ``schedule.simulate``: programs by shapes, woven actions by their weaves.
-
-        The mean over the stages of this process stands for the others.
-        """
+    def figures(self) -> dict[str, dict[int, float]]:
+        """What is expected of the programs of the stages of this process, by shapes: microseconds, and bytes."""
         figures: dict[str, dict[int, float]] = {name: {} for name in ("F", "B", "I", "W", "saved", "kept")}
         for source in self._inputs.values():
             for stage, programs in source.kinds[0].programs.items():
@@ -181,6 +201,15 @@ class Plans:
                 held = programs.saved_bytes, programs.kept_bytes
                 for known, figure in zip(figures.values(), (*times, *held), strict=True):
                     known[stage] = figure
+        return figures
+
+    @property
+    def costs(self) -> Costs:
+        """What is expected, for ``schedule.simulate``: programs by shapes, woven actions by their weaves.
+
+        The mean over the stages of this process stands for the others.
+        """
+        figures = self.figures
         stages = next(iter(self._inputs.values())).stages
         mean = {name: sum(known.values()) / max(len(known), 1) for name, known in figures.items()}
         spread = {name: tuple(known.get(s, mean[name]) for s in range(stages)) for name, known in figures.items()}
@@ -209,12 +238,15 @@ def pipeline(
     compile: str | None = None, overlap: Any = "weave",
     dp: Group | None = None, zero: int = 0, reduce_dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 25,
     unsharded: int = 2, own: Sequence[str] = (), dp_reduction: Literal["mean", "sum"] | None = None,
+    memory: float | str | None = None, costs: Costs | None = None,
 ) -> Pipeline:  # fmt: skip
     """A function of (params, x, *targets) from stages, a schedule and a loss.
 
-    ``schedule`` is a name, a Schedule, a path to a CSV, or a function (ranks, microbatches) -> Schedule. ``overlap``
-    defines how fused actions run: ``"weave"``, ``"sequential"``, a function that gets both parts and returns both
-    results, or a weave as data, a list of (which program, which segment).
+    ``schedule`` is a name, a Schedule, a path to a CSV, or a function (ranks, microbatches) -> Schedule. With "auto"
+    it is chosen for ``memory`` of a rank, such as "60GB", and ``costs``, as from ``fpipe.measure_costs``, or estimates
+    in the first call; ``pipe.why`` says what was chosen. ``overlap``
+    defines how fused actions run: ``"weave"``, ``"sequential"``, a function of both parts that returns both results,
+    or a weave as data, a list of (which program, which segment).
 
     With ``seed`` each draw is a function of the seed, the stage and the microbatch alone, whatever the schedule and the
     number of ranks; the loss has a stream of its own. The same model cut into other stages draws other numbers.
@@ -237,15 +269,15 @@ def pipeline(
     >>> def loss(y, t): return (y - t).square().mean()
     >>> pipe = pipeline([layer, layer], "1F1B", loss=loss, microbatches=2, group=local(2))
     >>> params, x = [torch.eye(3), torch.eye(3)], torch.zeros(4, 3)
-    >>> value, grads = value_and_grad(pipe)(params, x, x)
-    >>> float(value), len(grads)
-    (0.0, 2)
+    >>> float(value_and_grad(pipe)(params, x, x)[0])
+    0.0
     """
     if not isinstance(stages, (list, tuple)) or not stages:
         raise StageError("stages must be a list of functions fn(params, x), one at least")
     group = group or init()
     if isinstance(schedule, Schedule) and microbatches is None:
         microbatches = schedule.microbatches
+    schedule = chosen_by(schedule, group, len(stages), memory, costs, microbatches)
     parts = described(Config(tuple(map(as_stage, stages)), schedule, group, microbatches=microbatches))
     devices = map(group.device, group.here)
     return Pipeline(Config(

@@ -170,7 +170,7 @@ def test_no_regression():
     """Figures of the whole package that were reached once; ``python tests/helpers/structure.py`` prints them."""
     assert PACKAGE.levels <= 8
     assert PACKAGE.total("group_getattrs") == 0
-    # three of them have interfaces of torch.distributed.pipelining and verl, five hold the state of the solver's search
+    # three have interfaces of torch.distributed.pipelining and verl, four the state of the solver, one its choices
     assert len(PACKAGE.mutated_classes) <= 38
     assert len(PACKAGE.long_functions) <= 4
     assert PACKAGE.total("ignores") <= 32

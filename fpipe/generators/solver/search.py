@@ -37,6 +37,7 @@ class Task:
         self.filled: Filled | None = None
         self.setting = Setting(inf, 0.0)
         self.blocks: starts.Blocks | None = None
+        self.known: list[tuple[float, starts.BlockChoice]] = []
 
     @property
     def span(self) -> float:
@@ -55,6 +56,10 @@ class Task:
         filled, setting = best_fill(self.problem, orders, self.bound - self.work)
         self.offer(filled, setting)
         return inf if filled is None else filled.span
+
+    def learn(self, span: float, choice: starts.BlockChoice) -> None:
+        """Remember the choices of the best blocks."""
+        self.known = sorted([*self.known, (span, choice)], key=lambda entry: entry[0])[:8]
 
     def schedule(self) -> Schedule | None:
         """The best solution in full; None where its middle has no period."""
@@ -169,8 +174,8 @@ class Search:
             tasks = [task for task in tasks if task.bound < self.span]
             for task in tasks[: 1 if len(tasks) == 1 else None]:
                 if task.blocks is not None and self.share() < _DRAWS:
-                    orders, choice = task.blocks.draw()
-                    task.blocks.learn(task.offer_orders(orders), choice)
+                    orders, choice = task.blocks.draw(task.known)
+                    task.learn(task.offer_orders(orders), choice)
         for task in sorted(tasks, key=lambda task: task.span)[:3]:
             self._take(task)
         for task in sorted(tasks, key=lambda task: task.span)[:1]:

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from random import Random
+from typing import TypeAlias
 
 from ...errors import ScheduleError
 from ...schedule import Schedule
+from ...schedules.actions import Action, joined
 from ...schedules.costs import Costs
 from ..automatic import rounds
 from ..catalogue import make_schedule, schedule_names
@@ -34,7 +38,28 @@ def named(problem: Problem, names: Sequence[str] = ()) -> Iterator[Schedule]:
                 == (problem.path,)
                 for count in (few, many)
             ):
-                yield schedule
+                yield renumbered(schedule) if problem.even else schedule
+
+
+def renumbered(schedule: Schedule) -> Schedule:
+    """The same schedule with the microbatches of each stage in ascending order, for microbatches that cost the same.
+
+    The first F of a stage, its first I and its first W belong to microbatch 0, and so on. Each action then needs what
+    ends no later than what it needed before, so that times and memory stay. Gradients are added in ascending order.
+
+    >>> print(renumbered(Schedule.parse("[0F0, 0F1, 0B1, 0B0]")))
+    [0F0, 0F1, 0B0, 0B1]
+    """
+    rows = []
+    for row in schedule.rows:
+        counts: Counter[tuple[int, str]] = Counter()
+        parts: list[list[Action]] = [[] for _ in row]
+        for action, numbered in zip(row, parts, strict=True):
+            for stage, op, _ in action.parts:
+                numbered.append(Action(stage, op, counts[stage, op]))
+                counts[stage, op] += 1
+        rows.append(tuple(map(joined, parts)))
+    return replace(schedule, rows=tuple(rows))
 
 
 def one_by_one(problem: Problem) -> Orders:
@@ -78,36 +103,32 @@ def orders(problem: Problem) -> Iterator[Orders]:
         yield orders_of(schedule)
 
 
-class Blocks:
-    """Starts by chance: the steps from rank to rank on each way through the ranks, and the waits at its ends.
+#: Steps and waits of each way, the span that is aimed at, and whether passes come early.
+BlockChoice: TypeAlias = tuple[list[float], list[float], float, bool]
 
-    ``learn`` makes those that are near a good one more likely.
-    """
+
+class Blocks:
+    """Starts by chance: the steps from rank to rank on each way through the ranks, and the waits at its ends."""
 
     def __init__(self, problem: Problem, random: Random):
         self.problem, self.random = problem, random
         self.ways = 2 * max(1, problem.stages // problem.ranks)
         self.period = max(problem.work) / problem.microbatches
-        self.best: list[tuple[float, list[float], list[float], float, bool]] = []
 
-    def draw(self) -> tuple[Orders | None, tuple[list[float], list[float], float, bool]]:
-        """Orders, and the choice that led to them."""
+    def draw(self, known: Sequence[tuple[float, BlockChoice]]) -> tuple[Orders | None, BlockChoice]:
+        """Orders, and the choice that led to them: near one of those that are known with their spans, or a new one."""
         random, ways = self.random, self.ways
-        if not self.best or random.random() < 0.3:
+        if not known or random.random() < 0.3:
             steps = [random.choice(_STEPS) for _ in range(ways)]
             waits = [random.random() * self.period / 2 for _ in range(ways)]
             target, early = random.choice(_TARGETS) * max(self.problem.work), random.random() < 0.8
         else:
-            _, steps, waits, target, early = random.choice(self.best)
+            steps, waits, target, early = random.choice(known)[1]
             steps = [max(0.1, step * random.choice((1, 1, 0.95, 1.05, 0.8, 1.2))) for step in steps]
             waits = [max(0.0, w + random.choice((0, 0, 0.1, -0.1, 0.3, -0.3)) * self.period) for w in waits]
             target, early = target * random.choice((1, 1, 0.98, 1.02)), early ^ (random.random() < 0.1)
         choice = steps, waits, target, early
         return dispatch(self.problem, self._places(steps, waits), self.period, target, early), choice
-
-    def learn(self, span: float, choice: tuple[list[float], list[float], float, bool]) -> None:
-        """Remember what a choice gave."""
-        self.best = sorted([*self.best, (span, *choice)], key=lambda entry: entry[0])[:8]
 
     def _places(self, steps: Sequence[float], waits: Sequence[float]) -> list[float]:
         p, time, ways = self.problem, 0.0, self.ways

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``schedule="auto"``: the schedule of a pipeline is chosen for its costs and its memory, once for each number of
+microbatches.
+
+Where costs are given, all placements are candidates, and the choice is that of rank 0 when the pipeline is built. Else
+the placement is the one that is best for equal stages, and the first call that needs gradients estimates the costs
+from the programs of all stages. Rank 0 searches, and the others get what it chose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from ..collectives.group import Group
+from ..errors import ScheduleError, StageError
+from ..generators import Source, make_schedule
+from ..generators.solver.choose import choose
+from ..generators.solver.memory import Memory, in_bytes
+from ..plans.weaving.estimates import RATES
+from ..schedule import Placement, Schedule
+from ..schedules.costs import Costs
+
+SECONDS = 2.0  #: of a search
+#: op or figure -> stage -> its value
+Figures = Mapping[str, Mapping[int, float]]
+
+
+@dataclass(frozen=True, eq=False)
+class Auto:
+    """A schedule that is chosen: a function (ranks, microbatches) -> Schedule, as ``fpipe.pipeline`` takes.
+
+    ``chosen`` is by number of microbatches: the schedule, and why. ``provisional`` is run where there was no choice
+    yet, as in calls without gradients.
+    """
+
+    group: Group
+    stages: int
+    memory: float | None
+    costs: Costs | None = None
+    chosen: dict[int, tuple[Schedule, str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, group: Group, stages: int, memory: Memory, costs: Costs | None, microbatches: int | None) -> Auto:
+        """The choice that a pipeline begins with."""
+        if memory is not None and not isinstance(memory, (str, int, float)):
+            raise StageError(f"memory={memory!r}; give one limit for all ranks, such as '60GB'")
+        auto = cls(group, stages, None if memory is None else in_bytes(memory), costs)
+        if costs is not None:
+            auto.choose(2 * group.size if microbatches is None else microbatches, costs, None)
+        return auto
+
+    def __call__(self, ranks: int, microbatches: int) -> Schedule:
+        if microbatches in self.chosen:
+            return self.chosen[microbatches][0]
+        if self.chosen and self.costs is not None:  # another number of microbatches than the pipeline was built with
+            placement = next(iter(self.chosen.values()))[0].placement
+            return self.choose(microbatches, self.costs, placement)
+        return provisional(ranks, microbatches, self.stages)
+
+    def choose(self, microbatches: int, costs: Costs, placement: Placement | None, used: float = 0.0) -> Schedule:
+        """Choose on rank 0 for these costs; ``used`` is the memory that is not for activations. Collective."""
+        answer: tuple[str, str] | str = ""
+        if 0 in self.group.here:
+            limit = None if self.memory is None else self.memory - used
+            try:
+                if limit is not None and limit <= 0:
+                    what = f"memory={self.memory:g} does not hold parameters, gradients and messages, {used:g} bytes"
+                    raise ScheduleError(f"{what}; give more memory, more ranks or zero=", rule="memory")
+                choice = choose(
+                    costs, self.group.size, microbatches, self.stages, limit, placement=placement, time_limit=SECONDS
+                )
+                answer = choice.best.schedule.name or choice.best.name, f"{choice.best.schedule}\n\n{choice}"
+            except ScheduleError as error:
+                answer = str(error)
+        first = next(each for each in self.group.gather_objects(answer) if each) if self._apart else answer
+        if isinstance(first, str):
+            raise ScheduleError(first, rule="memory")
+        name, text = first
+        rows, _, why = text.partition("\n\n")
+        return self.chosen.setdefault(microbatches, (Schedule.parse(rows, name=name), why))[0]
+
+    @property
+    def _apart(self) -> bool:
+        return len(self.group.here) < self.group.size
+
+    def estimated(
+        self, microbatches: int, figures: Figures, peaks: Mapping[int, int], run: Schedule, devices: str
+    ) -> Schedule:  # fmt: skip
+        """Choose from what the programs of all stages are expected to take. ``run`` is the schedule whose plans have
+        these peaks of memory, by rank."""
+        gathered = self.group.gather_objects((_plain(figures), dict(peaks))) if self._apart else [(figures, peaks)]
+        known: dict[str, dict[int, float]] = {}
+        for part, _ in gathered:
+            for name, values in part.items():
+                known.setdefault(name, {}).update(values)
+        costs = costs_of(known, self.stages, RATES.get(devices, RATES["cuda"]).latency / 1000)
+        held = run.simulate(costs).peak_bytes
+        all_peaks = {rank: peak for _, part in gathered for rank, peak in part.items()}
+        used = max((peak - held[rank] for rank, peak in all_peaks.items()), default=0.0)
+        return self.choose(microbatches, costs, run.placement, max(used, 0.0))
+
+
+def chosen_by(
+    schedule: Source, group: Group, stages: int, memory: Memory, costs: Costs | None, microbatches: int | None
+) -> Source:
+    """``schedule`` as it is, or what chooses one where it is "auto"."""
+    if schedule == "auto":
+        return Auto.of(group, stages, memory, costs, microbatches)
+    if memory is not None or costs is not None:
+        raise StageError('memory= and costs= are for schedule="auto"; leave them out')
+    return schedule
+
+
+def _plain(figures: Figures) -> dict[str, dict[int, float]]:
+    return {name: {int(stage): float(v) for stage, v in values.items()} for name, values in figures.items()}
+
+
+def costs_of(figures: Figures, stages: int, latency: float) -> Costs:
+    """Costs in microseconds and bytes; the mean stands for stages that nobody knows."""
+    known = {name: values for name, values in figures.items() if values}
+    spread: dict[str, Any] = {
+        name: tuple(values.get(stage, fmean(values.values())) for stage in range(stages))
+        for name, values in known.items()
+    }
+    return Costs(**spread, comm=latency, unit="us")
+
+
+def provisional(ranks: int, microbatches: int, stages: int) -> Schedule:
+    """The schedule by name that suits stages of equal cost: its placement is kept.
+
+    >>> provisional(2, 4, 4).name, provisional(2, 4, 2).name, provisional(2, 4, 6).name
+    ('ZBVZeroBubble', 'ZBH1', 'InterleavedZeroBubble')
+    """
+    if stages % ranks:
+        raise StageError(f"{stages} stages cannot be placed evenly on {ranks} ranks; give a multiple, or a Schedule")
+    name = {1: "ZBH1", 2: "ZBV"}.get(stages // ranks, "InterleavedZeroBubble")
+    return make_schedule(name, ranks, microbatches, stages)
