@@ -31,6 +31,7 @@ class Trial(NamedTuple):
     flow: Flow
     recordings: tuple[Recording, Recording]
     sides: tuple[str, ...]
+    traces: bool  # whether it runs without values
 
     @property
     def always(self) -> list[str]:
@@ -55,7 +56,8 @@ def try_forward(
     small, large = _arguments(model, example)
     sides = sides_of(model)
     first = _record(model, structure, configs, router, *small)
-    training = _training(model, structure, configs, router, *small) if model.training else None
+    empty = _without_values(model, structure, configs, router, *small)
+    training = empty if model.training else None
     inputs, side = large
     ids = next(iter(inputs.values()))
     if "attention_mask" in sides and "attention_mask" not in side and ids.dim() == 2 and not ids.is_floating_point():
@@ -63,35 +65,35 @@ def try_forward(
         mask[1, :_PADDED] = 0
         try:
             second = _record(model, structure, configs, router, inputs, {**side, "attention_mask": mask})
-            return Trial(flow_of(model, first, second, training), (first, second), sides)
+            return Trial(flow_of(model, first, second, training), (first, second), sides, empty is not None)
         except StageError:
             sides = tuple(name for name in sides if name != "attention_mask")
     second = _record(model, structure, configs, router, inputs, side)
-    return Trial(flow_of(model, first, second, training), (first, second), sides)
+    return Trial(flow_of(model, first, second, training), (first, second), sides, empty is not None)
 
 
-def _training(
+def _without_values(
     model: nn.Module, structure: Structure, configs: Mapping[int, Any], router: Router | None,
     inputs: Mapping[str, torch.Tensor], side: Mapping[str, torch.Tensor],
 ) -> Recording | None:  # fmt: skip
-    """A forward in training, without values; None where it needs them."""
+    """A forward in the model's modes, without values; None where it needs them."""
     try:
-        return _record(model, structure, configs, router, inputs, side, training=True)
+        return _record(model, structure, configs, router, inputs, side, real=False)
     except StageError:
         return None
 
 
 def _record(
     model: nn.Module, structure: Structure, configs: Mapping[int, Any], router: Router | None,
-    inputs: Mapping[str, torch.Tensor], side: Mapping[str, torch.Tensor], training: bool = False,
+    inputs: Mapping[str, torch.Tensor], side: Mapping[str, torch.Tensor], real: bool = True,
 ) -> Recording:  # fmt: skip
-    """A forward on fake tensors in training, else in eval mode, and on real ones if there are any."""
+    """A forward in eval mode; or, where it is not to be ``real``, in the model's modes on tensors without values."""
     whole = with_configs(model, clone(model), configs)
     pairs = zip(list(model.modules()), list(whole.modules()), strict=True)
     units = {new: structure.units[old] for old, new in pairs if old in structure.units}
     for child in whole.modules():
-        child.training = child.training and training
-    without = training or any(p.is_meta for p in model.parameters())
+        child.training = child.training and not real
+    without = not real or any(p.is_meta for p in model.parameters())
     routed = router is not None and not without
     keywords = {**keywords_of(model), **({"output_router_logits": routed} if router is not None else {})}
 

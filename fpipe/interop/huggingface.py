@@ -98,7 +98,7 @@ def _parts(
         )  # fmt: skip
         units = {flow.visits[number].unit for number in range(part.first, part.stop)}
         has_experts = any(is_experts(m) for unit in units for m in model.get_submodule(unit).modules())
-        engine = "eager" if has_experts and not traced else None
+        engine = "eager" if has_experts and not (traced and trial.traces) else None
         stages.append(fn.stage(claim, engine=engine, aux_loss=router is not None and fn.last))
     return stages, [claim.params for claim in owned]
 

@@ -262,6 +262,10 @@ def test_what_families_do_between_layers(family: str):
     assert row.end == "right", row
 
 
+def test_experts_whose_code_cannot_be_traced_run_on_autograd():
+    assert huggingface_survey.examine("dbrx", ["1F1B"]).end == "untraced"
+
+
 def passed(model: Any, cuts: list[int]) -> list[int]:
     """How many tensors each stage takes."""
     stages, _ = huggingface.stages(model, cuts=cuts)
