@@ -90,7 +90,7 @@ class _Run:
                 like, dtype = tensor, tensor.dtype
                 break
         filling = float("nan") if dtype.is_floating_point else 0
-        key, blanks = (*shape, dtype), self.blanks
+        key, blanks = (*sizes, dtype), self.blanks  # the sizes themselves may be symbols
         if key not in blanks:
             blanks[key] = torch.full(shape, filling, dtype=dtype, device=like.device)
         return blanks[key]

@@ -296,6 +296,24 @@ def seq2seq() -> Any:
     return transformers.T5ForConditionalGeneration(config)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_one_trace_serves_every_length(family: str):
+    """Warnings are errors here: a stage that is traced for every size warns."""
+    model = decoder(family, layers=2)
+    stages, params = huggingface.stages(model, 2)
+    pipe = fpipe.pipeline(stages, "1F1B", loss=huggingface.causal_loss, microbatches=MICROBATCHES, group=fpipe.local(2))
+    step = fpipe.profile(fpipe.value_and_grad(pipe))
+    counts = []
+    for length in (7, 9, 12, 5):
+        before, ids = step.prepared.traces, tokens(ROWS, length)
+        found = step(params, ids, ids)
+        counts.append(step.prepared.traces - before)
+        want, reference = unsplit(model, MICROBATCHES, ids)
+        assert abs(float(found[0] / want) - 1) < 1e-6
+        assert distance(found[1], reference) < 1e-6
+    assert counts[2:] == [0, 0]
+
+
 def test_an_encoder_and_a_decoder():
     model, mask = seq2seq(), padded()["attention_mask"].flip(1)
     labels = tokens(ROWS, 5, seed=2)
