@@ -27,6 +27,7 @@ COMMANDS = {
     "check": ("fpipe.command.checking:check", "Check schedules in CSV files, or as text with brackets."),
     "names": ("fpipe.command.checking:names", "List the schedules that have a name."),
     "compare": ("fpipe.command.checking:compare", "Compare all schedules: bubble, time, memory, messages."),
+    "solve": ("fpipe.command.checking:solve", "Search for the best schedule for costs and memory."),
     "view": ("fpipe.command.drawing:view", "Explore timelines in a browser: zoom, search, hover."),
     "train": ("fpipe.command.train:train", "Train a small GPT on several processes, and check its gradients."),
     "profile": ("fpipe.command.profile:profile", "Measure the costs of stages and messages, and write them to a file."),

@@ -66,11 +66,12 @@ def compare(
         except ScheduleError as error:
             left_out.append(f"{name}: {str(error).splitlines()[0]}")
         else:
-            entries.append(_entry(name, schedule, costs or Costs()))
+            entries.append(entry_of(name, schedule, costs or Costs()))
     return sorted(entries, key=lambda e: (round(e.bubble, 9), e.memory, e.total)), left_out
 
 
-def _entry(name: str, schedule: Schedule, costs: Costs) -> Entry:
+def entry_of(name: str, schedule: Schedule, costs: Costs) -> Entry:
+    """What a schedule would cost, at these costs of a rank's whole share."""
     t = schedule.simulate(per_share(costs, schedule))
     held = max(len(schedule.placement.stages_of(rank)) for rank in range(schedule.ranks))
     memory, weights = max(t.peak_bytes), held * schedule.ranks / schedule.stages

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 import click
 import pytest
@@ -213,7 +214,7 @@ REFUSED = [
     ("compare --costs F=1:2", 2, "give one number"),
     ("darw ZBV", 2, "there is no command 'darw'; did you mean draw?"),
     ("ZBV", 2, "fpipe draw ZBV"),
-    ("xyzzy", 2, "the commands are draw, check, names, compare, view"),
+    ("xyzzy", 2, "the commands are draw, check, names, compare, solve, view"),
     ("view nowhere", 2, "nowhere"),
     ("view . --no-open", 2, "holds no timeline"),
     ("view other.json --no-open", 2, "is not a timeline that fpipe wrote"),
@@ -321,6 +322,29 @@ def test_compare_tells_what_does_not_fit(capsys: pytest.CaptureFixture[str]):
     assert re.search(r"^  DualPipe: .*3 ranks are odd", out.split("not for these counts:")[1], re.M)
     assert "MiB" in out
     assert "volume" in out
+
+
+def test_compare_names_the_one_to_take(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    picture = tmp_path / "frontier.svg"
+    out = printed(capsys, "compare", "-p", "4", "-m", "8", "--memory", "3", "--seconds", "0.2", "--out", str(picture))
+    assert "take VHalf: bubble 9.43%, span 26.5, holds 3" in out or "take Solved" in out
+    assert "bubble against memory" in out and "Solved V 3" in out
+    drawn = ElementTree.parse(picture).getroot()
+    labels = [title.text or "" for title in drawn.iter("{http://www.w3.org/2000/svg}title")]
+    assert any(label.startswith("VMin: bubble 18.64%, memory 2") for label in labels)
+    found = json.loads(printed(capsys, "compare", "-p", "4", "-m", "8", "--json"))
+    assert found["take"] == "ZBVZeroBubble" and len(found["schedules"]) > 10
+
+
+def test_solve_writes_a_schedule(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    plan, costs = tmp_path / "plan.csv", tmp_path / "profile.json"
+    costs.write_text(Costs(F=[1, 1, 1, 2], saved=1e9).to_json())
+    options = ("--costs", str(costs), "--memory", "6GB", "--seconds", "0.2", "--out", str(plan))
+    out = printed(capsys, "solve", "-p", "2", "-m", "6", *options)
+    assert "no schedule is shorter than" in out and "gap" in out
+    timeline = Schedule.from_csv(plan).check().simulate(Costs.from_json(costs.read_text()))
+    assert max(timeline.peak_bytes) <= 6e9 and f"span {timeline.span:.6g}" in out
+    assert cli.main(["solve", "-p", "2", "-m", "6", "--costs", str(costs), "--memory", "1GB"]) == 2
 
 
 def test_costs_are_shared_among_a_ranks_stages():
