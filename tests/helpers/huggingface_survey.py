@@ -41,7 +41,8 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_headdim", "mamba_num_heads", "mamba_head_dim"), 8),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY), "rotary_dim": 4, "time_step_rank": 4,
-    "linear_num_heads": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "lru_width": 32,
+    "hidden_size_global": 32, "encoder_hash_byte_group_vocab": 100, "linear_num_heads": 4,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "lru_width": 32,
 }  # fmt: skip
 ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 #: what a family needs beyond these
