@@ -9,7 +9,7 @@ shape. This module must not know any family of models, nor how a stage runs.
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,27 +36,38 @@ def flow_of(model: nn.Module, one: Recording, other: Recording, training: Record
     Raises:
         StageError: if the forwards run different units.
     """
-    for each in (other, training or other):
-        if [visit.unit for visit in one.visits] != [visit.unit for visit in each.visits] or (
-            each is other and [visit.structure for visit in one.visits] != [visit.structure for visit in each.visits]
-        ):
-            raise StageError(
-                f"fpipe cannot split {type(model).__name__}: which of its modules run depends on its inputs, or on "
-                "whether it trains; write its stages as functions"
-            )
-    last = len(one.visits)
-    draws: dict[Value, set[int]] = {}
-    for number, uses in enumerate([] if training is None else [*(v.uses for v in training.visits), training.uses]):
-        for value in uses:
-            if isinstance(value, Value) and value.call == RANDOM:
-                draws.setdefault(value, set()).add(min(number, last - 1))
-    visits = [a._replace(uses=a.uses | b.uses) for a, b in zip(one.visits, other.visits, strict=True)]
+    runs = [one, other] if training is None else [one, other, training]
+    ran = [[(visit.unit, visit.structure) for visit in each.visits] for each in runs]
+    if any(each != ran[0] for each in ran):
+        raise StageError(
+            f"fpipe cannot split {type(model).__name__}: which of its modules run, or what they return, depends on its "
+            "inputs or on whether it trains; write its stages as functions"
+        )
+    visits = [visits[0]._replace(uses=_together(visit.uses for visit in visits))
+              for visits in zip(*(each.visits for each in runs), strict=True)]  # fmt: skip
     both = one.tensors.keys() & other.tensors.keys()
     sizes: dict[Value | str, Any] = {v: _pairs(one.tensors[v], other.tensors[v]) for v in both}
     sizes |= {name: _pairs(one.side[name], other.side[name]) for name in one.side.keys() & other.side.keys()}
     dtypes = {value: one.tensors[value].dtype for value in both}
-    return Flow(visits, one.uses | other.uses, sizes, dtypes, one.parameters | other.parameters,
-                list(draws.values()))  # fmt: skip
+    read = frozenset[str]().union(*(each.parameters for each in runs))
+    return Flow(visits, _together(each.uses for each in runs), sizes, dtypes, read, _draws(training))
+
+
+def _together(labels: Iterable[Labels]) -> Labels:
+    """All labels but those of random numbers, which each stage draws."""
+    return frozenset(label for each in labels for label in each if isinstance(label, str) or label.call != RANDOM)
+
+
+def _draws(training: Recording | None) -> list[set[int]]:
+    """For each random draw between units, the calls that depend on it; the result counts with the last."""
+    if training is None:
+        return []
+    draws: dict[Value, set[int]] = {}
+    for number, uses in enumerate([*(visit.uses for visit in training.visits), training.uses]):
+        for value in uses:
+            if isinstance(value, Value) and value.call == RANDOM:
+                draws.setdefault(value, set()).add(min(number, len(training.visits) - 1))
+    return list(draws.values())
 
 
 def _pairs(one: torch.Tensor, other: torch.Tensor) -> tuple[tuple[int, int], ...]:
@@ -100,7 +111,7 @@ def parts_of(model: nn.Module, flow: Flow, inputs: int, bounds: Sequence[int], s
 def _crossing(flow: Flow, inputs: int, first: int, later: Sequence[Value], sides: Sequence[str]) -> set[Value]:
     """The values from before a call that it and those after it depend on, or of which no blank can be built."""
     uses = (use for use in _uses(flow, first, len(flow.visits)) if isinstance(use, Value))
-    crossing = {value for value in (*later, *uses) if RANDOM < value.call < first}
+    crossing = {value for value in (*later, *uses) if value.call < first}
     others = [Value(-1, leaf) for leaf in range(inputs)]
     others += [leaf for visit in flow.visits[:first] for leaf in visit.leaves if isinstance(leaf, Value)]
     for value in others:

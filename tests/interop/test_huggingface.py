@@ -405,6 +405,31 @@ def test_random_numbers_that_several_stages_need_are_refused():
     assert len(huggingface.stages(Noisy(model, each=False).eval(), 2)[0]) == 2
 
 
+def test_values_that_layers_read_in_training_alone_are_passed_on():
+    """The comparison of a cut is in eval mode: there the first embeddings are not needed."""
+    model = decoder("llama", layers=3, train=True)
+
+    class Reading(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.config = model, model.config
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            first = x = self.model.model.embed_tokens(input_ids)
+            place = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+            for layer in self.model.model.layers:
+                x = x + first if self.training else x
+                x = layer(x, position_embeddings=self.model.model.rotary_emb(x, place))
+            return self.model.lm_head(x)
+
+    whole = Reading().train()
+    stages, params = huggingface.stages(whole, cuts=[1, 2])
+    y: Any = tokens(2)
+    for stage, own in zip(stages, params, strict=True):
+        y = stage(own, y)
+    torch.testing.assert_close(y, whole(tokens(2)))
+
+
 def test_layers_that_are_dropped_at_random_are_refused():
     model = huggingface_survey.small("opt")
     model.model.decoder.layerdrop = 0.5
