@@ -6,6 +6,7 @@ This module must not know trainers. transformers and peft are imported when they
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -14,7 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import StageError
+from ...errors import CheckpointError, StageError
+from ...running.pipeline import Pipeline
+from ...saving.hub import fused
+from ...saving.receive import stored
 from ...stage import Engine, Stage
 from .. import huggingface
 
@@ -45,8 +49,11 @@ class Cut:
         return any(rate > 0 for rate in [*rates, *(m.p for m in self.model.modules() if isinstance(m, nn.Dropout))])
 
 
-def load(path: str, config: Any, dtype: torch.dtype, *, values: bool = False, attention: str, trust: bool) -> nn.Module:
-    """A causal language model, or one with a value for each token (``values``), on the host.
+def load(
+    path: str, config: Any, dtype: torch.dtype, *, values: bool = False, attention: str, trust: bool,
+    empty: bool = False,
+) -> nn.Module:  # fmt: skip
+    """A causal language model, or one with a value for each token, on the host.
 
     Args:
         path: of the model's folder.
@@ -55,6 +62,7 @@ def load(path: str, config: Any, dtype: torch.dtype, *, values: bool = False, at
         values: whether the head returns one value for each token.
         attention: the implementation of attention.
         trust: whether code in the folder may run.
+        empty: whether parameters stay on the device "meta", for ``huggingface.load``.
     """
     import transformers
 
@@ -63,10 +71,31 @@ def load(path: str, config: Any, dtype: torch.dtype, *, values: bool = False, at
         changes = {"num_labels": 1, "classifier_dropout": 0.0, "hidden_dropout": 0.0, "summary_dropout_prob": 0.0}
         for name, value in changes.items():
             setattr(config, name, value)
-    model = kind.from_pretrained(
-        path, config=config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust
-    )
-    return nn.Module.to(model, dtype).train()  # some parameters may have another dtype
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": trust}
+    if not empty:
+        model = kind.from_pretrained(path, config=config, **options)
+        return nn.Module.to(model, dtype).train()  # some parameters may have another dtype
+    accelerate: Any = import_module("accelerate")
+    with accelerate.init_empty_weights(include_buffers=False):
+        model = kind.from_config(config, **options)
+    model.tie_weights()
+    return nn.Module.train(model)
+
+
+def has_files(path: str, model: nn.Module) -> bool:
+    """Whether the safetensors files in a folder have all parameters of a model, a tied one under one of its names."""
+    try:
+        found = fused(stored(path))
+    except CheckpointError:
+        return False
+    return {name for name, _ in model.named_parameters()} <= found.keys()
+
+
+def read(path: str, pipe: Pipeline, dtype: torch.dtype) -> list[Any]:
+    """The parameters of the stages here (with ``zero=``, the parts here) from the files of a model."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*no stage takes")  # as a head that is tied to the embedding
+        return huggingface.load(path, pipe, dtype=dtype)
 
 
 def with_adapters(model: nn.Module, options: Options, path: str | None = None) -> Any:

@@ -26,8 +26,9 @@ class Weights:
 
     Args:
         pipe: the pipeline.
-        params: whole parameters of the stages here, on any device.
+        params: whole parameters of the stages here, on any device; or with ``cut``, what ``pipe.shard`` returned.
         compute: the dtype in which the pipeline gets floating parameters, if not their own.
+        cut: whether the parameters are cut already.
 
     >>> import fpipe
     >>> pipe = fpipe.pipeline([lambda p, x: x * p["w"]] * 2, loss=torch.sum, microbatches=1, group=fpipe.local(2))
@@ -42,14 +43,15 @@ class Weights:
     """
 
     def __init__(
-        self, pipe: Pipeline, params: Sequence[Mapping[str, Tensor] | None], compute: torch.dtype | None = None
-    ):
+        self, pipe: Pipeline, params: Sequence[Mapping[str, Tensor] | None], compute: torch.dtype | None = None,
+        cut: bool = False,
+    ):  # fmt: skip
         self.pipe, self.compute = pipe, compute
-        self.meta: ByStage = [None if row is None else {n: _empty(t) for n, t in row.items()} for row in params]
-        self.leaves: list[dict[str, nn.Parameter] | None] = []
         shared: dict[str, nn.Parameter] = {}
-        for stage, row in enumerate(pipe.shard(list(params))):
-            self.leaves.append(None if row is None else self._leaves(stage, row, shared))
+        self.leaves = [
+            None if row is None else self._leaves(stage, row, shared)
+            for stage, row in enumerate(params if cut else pipe.shard(list(params)))
+        ]
 
     def _leaves(
         self, stage: int, row: Mapping[str, Tensor], shared: dict[str, nn.Parameter]
@@ -159,7 +161,3 @@ class Weights:
 def _plain(value: Any) -> Any:
     """A tensor of one number as the number: the same in all processes, and of no shape of a parameter."""
     return float(value) if isinstance(value, Tensor) and not value.dim() else value
-
-
-def _empty(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -33,6 +33,7 @@ class FpipeEngineConfig(configs.EngineConfig):
     model_dtype: str = "fp32"
     dtype: str = "bfloat16"
     attn_implementation: str = "sdpa"
+    load_by_stage: bool = True
     trace: bool = True
     compile: str | None = None
     overlap: str = "weave"

@@ -6,7 +6,8 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -86,12 +87,17 @@ class FpipeEngine(base.BaseEngine):
         config = self.engine_config
         if config.full_determinism:
             engines.enable_full_determinism(seed=config.seed)
-        self.cut = self._cut()
+        self.cut, files = self._cut()
         self.loss = Loss(self.values, config.logits_chunk_size, self.get_data_parallel_group(), self.device)
         self.pipe = self._pipeline(self.cut.stages)
-        params = self.pipe.place(self.cut.params)
-        compute = DTYPES[config.dtype]
-        self.weights = Weights(self.pipe, params, None if compute == DTYPES[config.model_dtype] else compute)
+        own, compute = DTYPES[config.model_dtype], DTYPES[config.dtype]
+        if files is not None:
+            parts = models.read(files, self.pipe, own)
+        else:
+            parts = self.pipe.shard(self.pipe.place(self.cut.params))
+        self.weights = Weights(self.pipe, parts, None if compute == own else compute, cut=True)
+        self.shapes = [{n: torch.empty_like(p, device="meta") for n, p in row.items()} for row in self.cut.params]
+        self.cut = replace(self.cut, params=[])
         self.cut.model.to("meta")  # the stages here have their parameters
         self.steps, self.adapted = 0, True
         self.optimizer: torch.optim.Optimizer | None = None
@@ -101,13 +107,18 @@ class FpipeEngine(base.BaseEngine):
             self.optimizer, self.scheduler = optimizer, _scheduler(optimizer, self.optimizer_config)
         self.to("cpu", model=config.param_offload, optimizer=config.optimizer_offload, grad=config.param_offload)
 
-    def _cut(self) -> models.Cut:
+    def _cut(self) -> tuple[models.Cut, str | None]:
+        """The model as stages, and the folder whose files have the parameters of those without values."""
         config, model = self.engine_config, self.model_config
-        torch.manual_seed(config.seed)  # what the files do not have must be alike on all processes
-        module = models.load(
-            model.local_path, model.hf_config, DTYPES[config.model_dtype], values=self.values,
+        load = partial(
+            models.load, model.local_path, model.hf_config, DTYPES[config.model_dtype], values=self.values,
             attention=config.attn_implementation, trust=model.trust_remote_code,
         )  # fmt: skip
+        module = load(empty=True) if config.load_by_stage and model.lora_rank <= 0 else None
+        files = model.local_path if module is not None and models.has_files(model.local_path, module) else None
+        if module is None or files is None:
+            torch.manual_seed(config.seed)  # what the files do not have must be alike on all processes
+            module = load()
         wrapper = None
         if model.lora_rank > 0:
             names = ("target_modules", "target_parameters", "exclude_modules")
@@ -115,10 +126,11 @@ class FpipeEngine(base.BaseEngine):
             options = {name: to_python(model.get(name)) for name in names}
             options |= {"r": model.lora_rank, "lora_alpha": model.lora_alpha}
             wrapper = models.with_adapters(module, options, model.get("lora_adapter_path"))
-        return models.cut(
+        cut = models.cut(
             module, self.schedule.stages, cuts=config.cuts, engine=None if config.trace else "eager", peft=wrapper,
             checkpointing=model.enable_gradient_checkpointing,
         )  # fmt: skip
+        return cut, files
 
     def _pipeline(self, stages: Sequence[Stage]) -> Pipeline:
         config = self.engine_config
@@ -136,7 +148,7 @@ class FpipeEngine(base.BaseEngine):
     def _reference(self) -> Pipeline:
         """The pipeline without adapters."""
         pipe = self._pipeline(self.cut.plain)
-        pipe.shard(self.weights.meta)
+        pipe.shard(self.shapes)
         return pipe
 
     @contextmanager
