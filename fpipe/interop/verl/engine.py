@@ -26,6 +26,7 @@ from .._rl import checkpoints, exports, models
 from .._rl.sequences import Tokens, longest, padded_lengths, tokens_of
 from .._rl.weights import Weights
 from .config import DTYPES
+from .learning_rates import numbers_of, scheduler_of
 from .losses import Batch, Loss, check, like
 
 base: Any = import_module("verl.workers.engine.base")
@@ -33,7 +34,6 @@ engines: Any = import_module("verl.workers.engine.utils")
 tensordicts: Any = import_module("verl.utils.tensordict_utils")
 devices: Any = import_module("verl.utils.device")
 optimizers: Any = import_module("verl.workers.config.optimizer")
-functional: Any = import_module("verl.utils.torch_functional")
 
 #: The types of devices for which the engine is registered.
 DEVICES = ["cpu", "cuda", "npu", "xpu"]
@@ -104,7 +104,7 @@ class FpipeEngine(base.BaseEngine):
         self.scheduler: Any = None
         if not config.forward_only:
             optimizer = optimizers.build_optimizer(self.weights.trained(), self.optimizer_config)
-            self.optimizer, self.scheduler = optimizer, _scheduler(optimizer, self.optimizer_config)
+            self.optimizer, self.scheduler = optimizer, scheduler_of(optimizer, self.optimizer_config)
         self.to("cpu", model=config.param_offload, optimizer=config.optimizer_offload, grad=config.param_offload)
 
     def _cut(self) -> tuple[models.Cut, str | None]:
@@ -320,7 +320,7 @@ class FpipeEngine(base.BaseEngine):
             checkpoints.remove(local_path)
         dist.barrier()
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
-        more = {"steps": self.steps, "global_step": global_step, "lr": _numbers(scheduler)}
+        more = {"steps": self.steps, "global_step": global_step, "lr": numbers_of(scheduler)}
         checkpoints.save(local_path, self.weights, self.optimizer if "optimizer" in contents else None, more)
         if first:
             self._write_configuration(Path(local_path, "huggingface"), local_path if "hf_model" in contents else None)
@@ -379,28 +379,3 @@ def _refuse(model_config: Any) -> None:
     for name, remedy in {"use_liger": "fpipe fuses what torch.compile fuses: engine.compile=inductor"}.items():
         if model_config.get(name, False):
             raise UnsupportedError(f"model.{name} is not supported by engine=fpipe; {remedy}")
-
-
-def _numbers(state: dict[str, Any] | None) -> dict[str, Any]:
-    """What of a scheduler's state can be stored: not its functions."""
-    kept = (bool, int, float, str)
-    plain = lambda value: (
-        isinstance(value, kept) or (isinstance(value, list) and all(isinstance(v, kept) for v in value))
-    )
-    return {key: value for key, value in (state or {}).items() if plain(value)}
-
-
-def _scheduler(optimizer: torch.optim.Optimizer, config: Any) -> Any:
-    """verl's learning rate scheduler for an optimizer."""
-    total, warmup = config.total_training_steps, config.lr_warmup_steps
-    if warmup is None or warmup <= 0:
-        warmup = int(config.lr_warmup_steps_ratio * total)
-    kind = config.get("lr_scheduler_type", "constant")
-    if kind == "constant":
-        return functional.get_constant_schedule_with_warmup(optimizer=optimizer, num_warmup_steps=warmup)
-    if kind == "cosine":
-        return functional.get_cosine_schedule_with_warmup(
-            optimizer=optimizer, num_warmup_steps=warmup, num_training_steps=total, min_lr_ratio=config.min_lr_ratio,
-            num_cycles=config.num_cycles, zero_indexed_step=config.zero_indexed_step,
-        )  # fmt: skip
-    raise UnsupportedError(f"optim.lr_scheduler_type={kind!r}; give 'constant' or 'cosine'")
