@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import product
 
 import pytest
+import torch
 
 import fpipe
 from fpipe import Costs, Placement, Schedule, ScheduleError, Solved, make_schedule, solve
@@ -201,6 +202,57 @@ def test_microbatches_that_differ_are_put_in_order() -> None:
     assert sorted(a.microbatch for a in s[0] if str(a)[1] == "F") == list(range(8))
     assert s.timeline.span < make_schedule("1F1B", 2, 8).simulate(costs).span
     assert max(s.check().timeline.peak_bytes) <= 9
+
+
+def test_layers_move_between_stages() -> None:
+    layers = Costs(F=[1, 1, 1, 1, 1, 1, 1, 4], I=[1, 1, 1, 1, 1, 1, 1, 4], W=[1, 1, 1, 1, 1, 1, 1, 4], saved=[1] * 8)
+    s = solve(Costs(comm=0.1), 2, 8, "one", layers=layers, memory=100, time_limit=1, progress=False)
+    assert s.cuts in ((5,), (6,)) and sorted(s.costs.F) == [5, 6] and sum(s.costs.saved) == 8  # type: ignore[arg-type]
+    even = quick(Costs(F=[4, 7], I=[4, 7], W=[4, 7], comm=0.1), 2, 8, "one", memory=100)
+    assert s.bound == 33 * 8 / 2 <= s.timeline.span < even.timeline.span
+    tight = solve(Costs(), 2, 8, "one", layers=layers, memory=10, time_limit=1, progress=False)
+    assert max(tight.timeline.peak_bytes) <= 10
+    for wrong, message in ((Costs(), "no number for each layer"), (Costs(F=[1]), "1 layers cannot fill 2 stages")):
+        with pytest.raises(ScheduleError, match=message):
+            solve(Costs(), 2, 8, "one", layers=wrong)
+
+
+def dearness(length: int) -> float:
+    """What a sequence costs where attention is quadratic."""
+    return (length + length * length / 4096) / 1000
+
+
+@pytest.mark.parametrize(("name", "placement"), [("1F1B", "one"), ("ZBV", "V")])
+def test_packing_and_ordering_take_a_fifth_off(name: str, placement: str) -> None:
+    """Lengths are log-normal; microbatches in input order against packed ones in the solver's order: means."""
+    before = after = 0.0
+    for seed in range(4):
+        draw = random.Random(seed)
+        lengths = [min(16384, max(16, round(draw.lognormvariate(6.5, 1)))) for _ in range(64)]
+        given = [range(8 * k, 8 * k + 8) for k in range(8)]
+        loads = [[sum(dearness(lengths[i]) for i in group) for group in groups]
+                 for groups in (given, fpipe.pack(lengths, microbatches=8, cost=dearness))]  # fmt: skip
+        first = make_schedule(name, 8, 8).simulate(Costs(load=loads[0]))
+        second = quick(Costs(load=loads[1]), 8, 8, placement, memory=max(first.peak_bytes))
+        before, after = before + first.span, after + second.timeline.span
+    assert after < 0.8 * before
+
+
+def test_a_solved_schedule_runs_with_the_bits_of_another() -> None:
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.randn(3, 3, generator=generator) for _ in range(4)]
+    x = torch.randn(6, 3, generator=generator)
+    layer = lambda p, x: torch.tanh(x @ p)
+    square = lambda y: y.square().mean()
+    results = []
+    costs = Costs(F=[1, 2, 1, 3], I=[2, 1, 1, 2], W=[1, 1, 3, 1], comm=0.2)
+    for schedule in ("ZBV", quick(costs, 2, 6, "V", memory=5), quick(Costs(B=1.0), 2, 6, "V"),
+                     quick(Costs(overlap=3.0, B=2.0), 2, 6, "V")):  # fmt: skip
+        pipe = fpipe.pipeline([layer] * 4, schedule, loss=square, microbatches=6, group=fpipe.local(2))
+        loss, grads = fpipe.value_and_grad(pipe)(params, x)
+        results.append([loss, *grads])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 def test_whole_and_fused_backwards_where_they_cost_less() -> None:

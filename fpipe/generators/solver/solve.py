@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 from typing import Literal, TypeAlias
 
@@ -15,6 +16,7 @@ from ...schedules.placement import Placement
 from ...schedules.progress import progress as progress_line
 from ...schedules.timeline import Timeline
 from .bounds import Bound, lower_bound
+from .layers import best_cut, layers_work
 from .memory import Memory, limits
 from .problem import ALMOST, Problem
 from .search import Search
@@ -35,6 +37,7 @@ class Solved(Schedule):
 
     costs: Costs = field(default_factory=Costs)
     bound: Bound = field(default_factory=lambda: Bound(0.0, "none was computed"))
+    cuts: tuple[int, ...] = ()  #: with ``layers=``, the layers that begin stages 1, 2, ...
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):
@@ -59,7 +62,7 @@ class Solved(Schedule):
 
 def solve(
     costs: Costs, ranks: int, microbatches: int, placement: Kind | Placement = "any", *, stages: int | None = None,
-    memory: Memory = None, time_limit: float = 10.0, progress: bool = True, seed: int = 0,
+    memory: Memory = None, time_limit: float = 10.0, progress: bool = True, seed: int = 0, layers: Costs | None = None,
 ) -> Solved:  # fmt: skip
     """Search for the schedule of the least span for these costs within this memory.
 
@@ -70,11 +73,12 @@ def solve(
         placement: "one" puts neighbouring stages on a rank, "loop" every ``ranks``-th, "V" goes down the ranks and up
             again, "any" tries all of these; or a Placement with one rank for each stage.
         stages: in all; by default as many as the costs have numbers for, else one a rank with "one", and two.
-        memory: what a rank may hold in the bytes of ``costs.saved`` and ``kept``: a number, text such as "60GB", or
-            one of them for each rank. By default there is no limit.
+        memory: what a rank may hold in the bytes of ``costs.saved``: a number, "60GB", or one of them for each rank.
         time_limit: seconds. The search ends earlier where the schedule is known to be the best.
-        progress: whether a line on a terminal shows the span and the bound of a search that takes longer than a second.
-        seed: of the search by chance; the result depends on the speed of the machine too.
+        progress: whether a terminal shows the span and the bound of a search that takes longer than a second.
+        seed: of the search; its result depends on the speed of the machine too.
+        layers: costs of each layer, which the search moves between stages: ``cuts`` of the result begin stages.
+            Of ``costs`` only those of messages and microbatches count then.
 
     Returns:
         A Schedule with ``bound``, a number with a ``reason``, and ``gap``; after Ctrl-C the best that was found.
@@ -86,10 +90,29 @@ def solve(
     >>> s.timeline.span, s.bound, s.gap
     (18.0, Bound(18, 'rank 0: its work'), 0.0)
     """
+    each = partial(_solve, ranks=ranks, microbatches=microbatches, placement=placement, memory=memory,
+                   progress=progress, seed=seed)  # fmt: skip
+    if layers is None:
+        return each(costs, stages=stages, time_limit=time_limit)
+    count = stages or _fewest(placement, ranks)
+    run = lambda costs, seconds: each(costs, stages=count, time_limit=seconds)
+    starts, solved = best_cut(costs, layers, count, run, time_limit)
+    work = layers_work(layers) * sum(costs.spread("load", microbatches)) / ranks
+    return replace(solved, bound=Bound(work, "all layers, on all ranks evenly"), cuts=starts[1:])
+
+
+def _solve(
+    costs: Costs, *, ranks: int, microbatches: int, placement: Kind | Placement, stages: int | None, memory: Memory,
+    time_limit: float, progress: bool, seed: int,
+) -> Solved:  # fmt: skip
     count = _stages(costs, ranks, microbatches, placement, stages)
     limit = limits(memory, ranks)
     problems = [Problem.of(costs, path, ranks, microbatches, limit) for path in _paths(placement, ranks, count)]
     return _searched(problems, Search(costs, time_limit, seed), progress)
+
+
+def _fewest(placement: Kind | Placement, ranks: int) -> int:
+    return placement.stages if isinstance(placement, Placement) else ranks if placement == "one" else 2 * ranks
 
 
 def _searched(problems: list[Problem], search: Search, progress: bool) -> Solved:

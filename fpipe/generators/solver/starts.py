@@ -21,6 +21,8 @@ from .fill import Filled
 from .problem import Orders, Problem, orders_of
 
 _STEPS = (0.5, 1.0, 1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0)
+#: Steps that are the best for a V under some limit of memory, at unit cost.
+_OF_V = ((1, 1, 1, 1), (1, 1, 2, 2), (1, 2, 2, 2), (1, 2, 4, 1), (1, 3, 3, 1), (1, 2, 4, 2), (1, 4, 2, 1), (1, 3, 3, 3))
 _TARGETS = (1.0, 1.02, 1.05, 1.1, 1.2, 9.0)
 
 
@@ -120,6 +122,8 @@ class Blocks:
         random, ways = self.random, self.ways
         if not known or random.random() < 0.3:
             steps = [random.choice(_STEPS) for _ in range(ways)]
+            if ways == 4 and random.random() < 0.5:
+                steps = [float(step) for step in random.choice(_OF_V)]
             waits = [random.random() * self.period / 2 for _ in range(ways)]
             target, early = random.choice(_TARGETS) * max(self.problem.work), random.random() < 0.8
         else:
