@@ -6,6 +6,7 @@ VERL_PYTHON=/path/to/python python -m benchmarks.trial_verl     # with a Python 
 
 * sft: losses and gradient norms of ``verl.trainer.sft_trainer`` over 20 steps, ``engine=fpipe`` on 2 and 4 processes
   beside FSDP2 on one.
+* resume: that trainer from its checkpoint, under another schedule.
 * workers: log-probabilities, entropies, PPO steps with KL and entropy, value losses, LoRA, exported weights by name, a
   checkpoint and what follows it.
 * timed: CPU seconds of a step, over all processes, on unpadded sequences whose lengths are new in every step.
@@ -111,6 +112,20 @@ def sft(folder: Path) -> bool:
     return wrong
 
 
+def resume(folder: Path) -> bool:
+    """Print how far losses are off after a checkpoint, which another schedule reads."""
+    whole = trained(folder, "whole", 2, {"trainer.save_freq": 10}, {})
+    path = folder / "whole.checkpoints" / "global_step_10"
+    options = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": path}
+    rest = trained(folder, "rest", 2, options, {"schedule": "ZBV"})
+    off = ((rest - whole[-len(rest) :]).abs() / rest.abs()).amax(0)
+    print(
+        f"resume   {'1F1B, then ZBV':38} {len(rest)} steps: losses off by {off[0]:.1e}, norms by {off[1]:.1e}",
+        flush=True,
+    )
+    return len(rest) != 10 or bool(off[0] > 1e-6)
+
+
 def scenario(folder: Path, name: str, processes: int, task: dict[str, Any], engine: dict[str, Any] | None) -> Path:
     """Run the scenario; the folder with its results."""
     task = dict(task)
@@ -192,15 +207,15 @@ def timed(folder: Path, steps: int = 30) -> bool:
 def main() -> int:
     """Print a line for each comparison; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", help="sft, workers, timed; by default all")
+    parser.add_argument("what", nargs="*", help="sft, resume, workers, timed; by default all")
     wrong = False
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for model, options in {"plain": [], "tied": ["--tied"], "larger": ["--hidden", "256", "--layers", "8"]}.items():
             command = [PYTHON, "-W", "ignore", "-m", "benchmarks.verl_model", str(folder / model), *options]
             subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
-        for what in parser.parse_args().what or ["sft", "workers", "timed"]:
-            wrong |= {"sft": sft, "workers": workers, "timed": timed}[what](folder)
+        for what in parser.parse_args().what or ["sft", "resume", "workers", "timed"]:
+            wrong |= {"sft": sft, "resume": resume, "workers": workers, "timed": timed}[what](folder)
     return int(wrong)
 
 

@@ -150,7 +150,7 @@ def on_process(folder: Path) -> dict[str, Any]:
         engine.save_checkpoint(str(folder / "checkpoint"), global_step=2)
         found["onward"] = steps(engine, 2)
         again = built(engines, folder, schedule="1F1B", pad_to_length=True, pad_to_length_bucket=4, pad_uniform=True)
-        again.load_checkpoint(str(folder / "checkpoint"), del_local_after_load=False)
+        again.load_checkpoint(str(folder / "checkpoint"))  # and leaves it there
         again.to("cpu")
         found["resumed"] = steps(again, 2)
         padded = built(engines, folder, schedule="1F1B", outputs="zeros", forward_only=True)

@@ -345,7 +345,7 @@ class FpipeEngine(base.BaseEngine):
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True, **keywords: Any
     ) -> None:
-        """Read a checkpoint."""
+        """Read a checkpoint; it stays where it is, since it is no copy of a remote one."""
         if local_path is None:
             return
         more = checkpoints.load(local_path, self.weights, self.optimizer, self.checkpoint_config.load_contents)
@@ -356,8 +356,6 @@ class FpipeEngine(base.BaseEngine):
                 for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
                     group["lr"] = rate
         dist.barrier()
-        if del_local_after_load and dist.get_rank() == 0:
-            shutil.rmtree(local_path, ignore_errors=True)
         config = self.engine_config
         self.to("cpu", model=config.param_offload, optimizer=config.optimizer_offload, grad=config.param_offload)
 
