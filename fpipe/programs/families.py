@@ -27,6 +27,8 @@ from .tracing import traced
 KEPT = 8
 #: How many earlier sizes decide which sizes differ, and which are equal.
 SEEN = 4
+#: A stage that cannot be traced with symbols at a smaller size may be at others: one token less may be one token.
+SMALL = 4
 
 
 class Axis(NamedTuple):
@@ -108,7 +110,8 @@ class Families:
                 faults.append(f"{first_line(error.__cause__ or error)}{where(error)}")
             else:
                 return saw if family is None else replace(saw, families=(*self.families[1 - KEPT :], family))
-        return replace(saw, fault=faults[0])
+        small = any(_size(signature, axes[0]) < SMALL for axes in varied)
+        return saw if small else replace(saw, fault=faults[0])
 
     def saw(self, signature: Signature, occasion: object) -> Families:
         """With one more signature among the latest."""

@@ -175,7 +175,9 @@ class Costs:
 
 
 _NUMBERS = tuple(f.name for f in fields(Costs) if f.name != "unit")
-_THINGS = dict.fromkeys(("comm", "boundary", "bandwidth", "send", "receive"), "boundaries between stages")
+_THINGS: dict[str, str] = dict.fromkeys(
+    ("comm", "boundary", "bandwidth", "send", "receive"), "boundaries between stages"
+)
 _THINGS |= dict.fromkeys(("load", "size"), "microbatches")
 _refuse = partial(ScheduleError, rule="costs")
 

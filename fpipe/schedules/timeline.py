@@ -8,6 +8,7 @@ in memory; other figures are computed on first access. ``pictures`` draws this v
 from __future__ import annotations
 
 from array import array
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -157,7 +158,17 @@ class Timeline:
     @cached_property
     def peak_bytes(self) -> tuple[float, ...]:
         """Per rank, the most that is held at once by the costs' ``saved`` and ``kept``."""
-        return tuple(max((held for _, held in self.curve(rank)), default=0.0) for rank in range(self.ranks))
+        return tuple(map(self._most, self.rows))
+
+    def _most(self, row: Row) -> float:
+        """The most that a rank with this row holds: ``curve`` without its points."""
+        held = most = 0.0
+        for action in row:
+            deltas = [self._adds(*part) for part in action.parts]
+            held += sum([d for d in deltas if d > 0])
+            most = max(most, held)
+            held += sum([d for d in deltas if d < 0])
+        return most
 
     def curve(self, rank: int) -> tuple[tuple[float, float], ...]:
         """(time, amount that the rank holds from then on): an action adds at its start and frees at its end."""
@@ -176,28 +187,40 @@ class Timeline:
         return adds * self.sizes[microbatch] if self.sizes else adds
 
     # ---- messages -----------------------------------------------------------------------------------------------
-    @cached_property
+    @property
     def messages(self) -> int:
         """How many messages pass between different ranks."""
-        return sum(1 for _ in self._crossings())
+        return self._sent[0]
 
-    @cached_property
+    @property
     def volume(self) -> float:
         """How many bytes pass between different ranks, by the costs' ``boundary``."""
-        sizes = self.sizes or (1.0,) * self.microbatches
-        return fsum(self.boundary[at] * sizes[mb] for at, mb in self._crossings()) if self.boundary else 0.0
+        return self._sent[1]
 
-    def _crossings(self) -> Iterator[tuple[int, int]]:
-        """For each message the boundary that it crosses, s between stage s and stage s + 1, and its microbatch."""
-        steps = {op: {by for _, by in needed if by} for op, (_, needed) in RULE.items()}
-        stages = self.placement.stages
+    @cached_property
+    def _sent(self) -> tuple[int, float]:
+        """Messages between different ranks, and their bytes. Boundary s is between stage s and stage s + 1."""
+        counts: Counter[tuple[int, str, int]] = Counter()
+        amounts: defaultdict[tuple[int, str, int], float] = defaultdict(float)
+        route = [self.placement.path_index(mb) for mb in range(self.microbatches)]
         for row in self.rows:
-            for action in row:
-                for stage, op, microbatch in action.parts:
-                    path = self.placement.path(microbatch)
-                    for by in steps[op]:
-                        if 0 <= stage + by < stages and path[stage + by] != path[stage]:
-                            yield min(stage, stage + by), microbatch
+            parts = [(stage, op, mb) for action in row for stage, op, mb in action.parts]
+            counts.update([(stage, op, route[mb]) for stage, op, mb in parts])
+            for stage, op, mb in parts if self.sizes else ():
+                amounts[stage, op, route[mb]] += self.sizes[mb]
+        crossed = {key: list(self._crossed(*key)) for key in counts}
+        messages = sum(count * len(crossed[key]) for key, count in counts.items())
+        if not self.boundary:
+            return messages, 0.0
+        size = amounts if self.sizes else counts
+        return messages, fsum(size[key] * self.boundary[at] for key, places in crossed.items() for at in places)
+
+    def _crossed(self, stage: int, op: str, path: int) -> Iterator[int]:
+        """The boundaries between ranks that the messages of an action cross."""
+        ranks = self.placement.paths[path]
+        for by in {by for _, by in RULE[op][1] if by}:  # type: ignore[index]
+            if 0 <= stage + by < len(ranks) and ranks[stage + by] != ranks[stage]:
+                yield min(stage, stage + by)
 
     # ---- causes -------------------------------------------------------------------------------------------------
     @cached_property

@@ -111,6 +111,19 @@ def test_a_size_as_a_python_number_is_traced_for_each_with_one_warning(traces: l
     assert traces.count("plain") == 3
 
 
+def test_a_size_that_is_one_after_a_shift_does_not_end_the_search(traces: list[str]):
+    """Warnings are errors here: a stage that is traced for every size warns."""
+
+    def shifted(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return (x[:, :-1] * p).flatten(0, 1).cumsum(0)
+
+    for length in (9, 2, 12, 7, 5):
+        fpipe.trace(shifted, torch.ones(3), torch.ones(2, length, 3))
+    assert traces == ["plain", "symbolic", "symbolic", "plain", "symbolic"], (
+        "at 2 two attempts fail, at 12 one succeeds"
+    )
+
+
 def test_dynamic_false_traces_every_size_and_named_axes_are_symbols_at_once(traces: list[str]):
     params = parameters()
     fixed = Stage(lambda p, x: attention(p, x), dynamic=False)
