@@ -218,7 +218,7 @@ class Timeline:
     def _crossed(self, stage: int, op: str, path: int) -> Iterator[int]:
         """The boundaries between ranks that the messages of an action cross."""
         ranks = self.placement.paths[path]
-        for by in {by for _, by in RULE[op][1] if by}:  # type: ignore[index]
+        for by in {by for _, by in RULE[op][1] if by}:
             if 0 <= stage + by < len(ranks) and ranks[stage + by] != ranks[stage]:
                 yield min(stage, stage + by)
 
