@@ -67,6 +67,7 @@ FACTS = {
     "ZB2P": Facts("Qi et al. 2024, section 3", "2401.10241", "by search, at most 2p activations", "2p"),
     "VHalf": Facts("Qi et al. 2024", "2405.15362", "by search on a building block", "(p + 2) // 2"),
     "VMin": Facts("Qi et al. 2024", "2405.15362", "by search on a building block", "(p + 4) // 3"),
+    "V": Facts("Qi et al. 2024", "2405.15362", "as ZBV with memory=1, else by search on blocks", "p times memory="),
     "DualPipe": Facts("DeepSeek-AI 2024", "2412.19437", "m(F + B) + (p/2 - 1)(F&B + B - 3W)", "p + 1", None,
                       "p even; each stage is on two ranks"),
     "Chimera": Facts("Li and Hoefler 2021", "2107.06925", "idle p - 2 passes at F = B", "p/2 + 1 to p", None,

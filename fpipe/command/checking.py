@@ -14,8 +14,8 @@ from ..errors import ScheduleError
 from ..generators import about_schedule, comparison, schedule_names
 from ..generators.comparison import Entry
 from ..generators.solver import frontier
-from ..generators.solver import solve as solve_schedule
 from ..generators.solver.memory import in_bytes
+from ..generators.solver.solve import solve as solve_schedule
 from ..schedules.costs import Costs
 from ..schedules.files import write_bytes
 from ..schedules.progress import progress

@@ -27,6 +27,7 @@ from .hanayo import make_hanayo
 from .interleaved import make_interleaved_one_f_one_b, make_looped_bfs
 from .one_f_one_b import make_eager_one_f_one_b, make_one_f_one_b, make_overlapped_one_f_one_b
 from .v_family import make_v_half, make_v_min
+from .v_memory import make_v
 from .zbv import make_zbv
 from .zero_bubble import make_interleaved_zero_bubble, make_zb_h1, make_zb_h2
 
@@ -42,6 +43,7 @@ class _Entry(NamedTuple):
     per_rank: int = 1  #: by default; 0 for a registered function, which is not asked for it
     step: int = 1  #: any multiple of this
     exactly: bool = False  #: or no other number than the default
+    limited: bool = False  #: whether it takes ``memory=``
 
 
 TABLE = (
@@ -60,6 +62,7 @@ TABLE = (
     _Entry("ZB2P", make_zb_2p),
     _Entry("VHalf", make_v_half, 2, exactly=True),
     _Entry("VMin", make_v_min, 2, exactly=True),
+    _Entry("V", make_v, 2, exactly=True, limited=True),
     _Entry("DualPipe", make_dual_pipe, 1, exactly=True),
     _Entry("Chimera", make_chimera, 1, exactly=True),
     _Entry("Hanayo", make_hanayo, 2, step=2),
@@ -96,10 +99,13 @@ def about_schedule(name: str) -> str:
     return (inspect.getdoc(_entry(name).make) or "").partition("\n")[0]
 
 
-def make_schedule(name: str, ranks: int, microbatches: int, stages: int | None = None) -> Schedule:
+def make_schedule(
+    name: str, ranks: int, microbatches: int, stages: int | None = None, *, memory: float | None = None
+) -> Schedule:
     """The schedule called ``name`` for these counts; case, blanks, ``-`` and ``_`` in the name do not matter.
 
-    ``stages`` is the total number of stages. The default is one or two per rank, depending on the schedule.
+    ``stages`` is the total number of stages. The default is one or two per rank, depending on the schedule. ``memory``
+    is for "V": the share of the memory of 1F1B that a rank may hold, from a third to 1.
 
     >>> print(make_schedule("1F1B", ranks=2, microbatches=2))
     [0F0, 0F1, 0B0, 0B1]
@@ -110,6 +116,8 @@ def make_schedule(name: str, ranks: int, microbatches: int, stages: int | None =
     ranks, microbatches = _count("ranks", ranks), _count("microbatches", microbatches)
     stages = None if stages is None else _count("stages", stages)
     entry = _entry(name)
+    if memory is not None and not entry.limited:
+        raise ScheduleError(f"{entry.name} has no memory=; leave it out, or take 'V'", rule="memory")
     if not entry.per_rank:
         return _registered(entry, ranks, microbatches, stages)
     count = _stages(entry, ranks, stages)
@@ -118,7 +126,8 @@ def make_schedule(name: str, ranks: int, microbatches: int, stages: int | None =
         what = f"{max(count, ranks)} stages and {microbatches} microbatches are {actions:,} forwards and backwards"
         rule = f"at most {MOST_ACTIONS:,} are allowed, which take gigabytes. Give fewer ranks or microbatches"
         raise ScheduleError(f"{what}; {rule}", rule="size")
-    return entry.make(ranks, microbatches, count)
+    limits = {} if memory is None else {"memory": memory}
+    return entry.make(ranks, microbatches, count, **limits)
 
 
 def schedule_from(source: Source, ranks: int, microbatches: int, stages: int | None = None) -> Schedule:

@@ -82,7 +82,7 @@ def entry_of(name: str, schedule: Schedule, costs: Costs) -> Entry:
 def table(entries: Sequence[Entry], best: Callable[[str], str] = str) -> Iterator[str]:
     """Lines of text, the least of each column with a star where it is not the same in all; ``best`` decorates it.
 
-    >>> print(*table(compare(4, 8)[0][:2]), sep="\\n")
+    >>> print(*table(compare(4, 8)[0][:3:2]), sep="\\n")
     schedule       stages  bubble   total   span   memory   weights   messages
     ZBVZeroBubble       8   0.00%    25.5*    24        4*       1x         96
     ZBH2                4   0.00%      27     24        7        1x         48*

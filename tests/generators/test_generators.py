@@ -314,3 +314,26 @@ def test_an_action_is_made_with_a_few_lines_whatever_the_size(name: str) -> None
         return lines(lambda: make_schedule(name, ranks, 8 * ranks)) / actions
 
     assert effort(16) < min(40, 1.1 * effort(8))
+
+
+#: p -> limits in chunks at which the idle time is the published one, 3p - 1 - 3k + max(3p, p - 1 + 2(1 + ceil(k/2)))
+FRONTIER = {4: (4, 6, 7, 8), 8: (8, 10, 12, 16)}
+
+
+@pytest.mark.parametrize("p", FRONTIER)
+def test_v_with_any_memory_is_on_the_published_frontier(p: int) -> None:
+    spans = []
+    for k in range(2 * ((p + 4) // 3), 2 * p + 1):
+        t = make_schedule("V", p, 4 * p, memory=k / (2 * p)).check().simulate()
+        assert max(t.peak) <= k
+        idle = 3 * p - 1 - 3 * k + max(3 * p, p - 1 + 2 * (1 + -(-k // 2)))
+        assert t.span - 24 * p == idle if k in FRONTIER[p] else t.span - 24 * p <= idle + 3
+        spans.append(t.span)
+    assert spans == sorted(spans, reverse=True)
+
+
+def test_v_names_the_least_memory_and_others_take_none() -> None:
+    with pytest.raises(ScheduleError, match=r"give at least 0\.5"):
+        make_schedule("V", 8, 8, memory=0.3)
+    with pytest.raises(ScheduleError, match="1F1B has no memory="):
+        make_schedule("1F1B", 8, 8, memory=0.5)

@@ -40,6 +40,7 @@ TABLE = (
     Family("ZB2P", (1, 2, 3, 4), split=True),
     Family("VHalf", (2,), split=True),
     Family("VMin", (2,), split=True),
+    Family("V", (2,), split=True),
     Family("DualPipe", (1,), fused=True, split=True, even=True, replicas=True),
     Family("Chimera", (1,), even=True, replicas=True),
     Family("Hanayo", (2, 4)),

@@ -75,13 +75,13 @@ def text(entries: Sequence[Entry], width: int = 64, height: int = 12) -> str:
     >>> from ..comparison import compare
     >>> print(text(compare(4, 8)[0][2:5], width=30, height=4))
     bubble against memory
-      7.69% |       b
-            |A
+      5.88% |A
             |
-      0.00% |                             C
+            |
+      0.00% |                      B      c
             +------------------------------
              4                            8
-    A InterleavedZeroBubble  b DualPipe  C ZB2P
+    A InterleavedZeroBubble  B ZBH2  c ZB2P
     """
     found = points(entries)
     low, high = min(p.memory for p in found), max(p.memory for p in found)
