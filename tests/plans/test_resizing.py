@@ -8,12 +8,15 @@ import pytest
 import torch
 
 import fpipe
-from common import squared
 from fpipe.plans import collective_order
 from fpipe.plans.lowering import lower
 from schedule_table import TABLE, Case
 
 D = 4
+
+
+def loss(y: Any, t: Any) -> Any:
+    return (y - t).square().mean()
 
 
 def layer(p: Any, x: Any) -> Any:
@@ -64,7 +67,7 @@ def compare(pipe: fpipe.Pipeline) -> None:
 @pytest.mark.parametrize("entry", TABLE, ids=lambda entry: entry.name)
 def test_under_every_schedule(entry: Any, reused: list[bool]):
     case = Case(entry.name, 4, 8, 4 * entry.per_rank[0])
-    pipe = fpipe.pipeline([layer] * case.stages, case.make(), loss=squared, microbatches=8, group=fpipe.local(4))
+    pipe = fpipe.pipeline([layer] * case.stages, case.make(), loss=loss, microbatches=8, group=fpipe.local(4))
     for length in (4, 6, 7, 9):
         x = torch.randn(8, length, D)
         fpipe.value_and_grad(pipe)(params(case.stages), x, x)
@@ -86,7 +89,7 @@ def test_under_every_schedule(entry: Any, reused: list[bool]):
     ids=["tied", "frozen", "skip", "state", "remat"],
 )
 def test_with_options(stages: list[Any], more: dict[str, Any], argnums: Any, reused: list[bool]):
-    pipe = fpipe.pipeline(stages, "ZBH1", loss=squared, microbatches=4, group=fpipe.local(4), **more)
+    pipe = fpipe.pipeline(stages, "ZBH1", loss=loss, microbatches=4, group=fpipe.local(4), **more)
     side = {"state": [torch.zeros(())] * 4} if pipe.config.stateful else {}
     for length in (4, 6, 7, 9):
         x = torch.randn(4, length, D)
@@ -96,7 +99,7 @@ def test_with_options(stages: list[Any], more: dict[str, Any], argnums: Any, reu
 
 
 def test_mixed_lengths_and_other_modes(reused: list[bool]):
-    pipe = fpipe.pipeline([layer] * 2, "1F1B", loss=squared, microbatches=3, group=fpipe.local(2))
+    pipe = fpipe.pipeline([layer] * 2, "1F1B", loss=loss, microbatches=3, group=fpipe.local(2))
     for lengths in ((4, 6, 4), (7, 9, 7), (5, 12, 5), (8, 8, 8), (3, 5, 7)):
         x = fpipe.Microbatches([torch.randn(2, n, D) for n in lengths])
         fpipe.value_and_grad(pipe)(params(2), x, x)
@@ -116,7 +119,7 @@ def test_other_sizes_need_other_plans_where_the_structure_differs(reused: list[b
     def branch(p: Any, x: Any) -> Any:
         return x if x.shape[1] < 6 else layer(p, x)
 
-    pipe = fpipe.pipeline([layer, branch], "1F1B", loss=squared, microbatches=2, group=fpipe.local(2))
+    pipe = fpipe.pipeline([layer, branch], "1F1B", loss=loss, microbatches=2, group=fpipe.local(2))
     for length in (4, 8, 9, 3, 5, 10):
         x = torch.randn(2, length, D)
         fpipe.value_and_grad(pipe)(params(2), x, x)
