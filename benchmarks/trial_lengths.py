@@ -62,10 +62,15 @@ def _results(of: fpipe.Programs, p: Any, x: Any) -> tuple[Any, list[torch.Tensor
     """The output, and all results of all programs."""
     y, saved = of.forward(p, x)
     torch.manual_seed(1)
-    random = lambda t: torch.randn_like(t) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
-    dy = optree.tree_map(random, y, namespace="fpipe")
+    dy = optree.tree_map(_cotangent, y, namespace="fpipe")
     dx, kept = of.backward_input(saved, dy)
     return y, flat(y, of.backward(saved, dy), dx, of.backward_weight(kept))
+
+
+def _cotangent(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    return torch.randn_like(leaf) if leaf.is_floating_point() else leaf
 
 
 # ---- pipelines ------------------------------------------------------------------------------------------------------
