@@ -49,12 +49,15 @@ def survey(names: Sequence[str]) -> Iterator[Row]:
 
 
 def listed(rows: Sequence[Row]) -> str:
-    """The families as Markdown: those that are right by name, the others with the reason."""
-    right = [row.family for row in rows if row.end == "right"]
-    other = [row for row in rows if row.end != "right"]
-    text = f"{len(right)} families of transformers {transformers.__version__} are right: "
-    text += ", ".join(f"`{name}`" for name in right) + ".\n\n| not supported | why |\n|---|---|\n"
-    return text + "".join(f"| `{row.family}` | {row.text.replace('|', ' ')} |\n" for row in other)
+    """The families as Markdown: those that are right by name, those that are refused with the reason."""
+    names = {end: [f"`{row.family}`" for row in rows if row.end == end] for end in ("right", "untraced", "unknown")}
+    lines = [f"{len(names['right'])} families of transformers {transformers.__version__} are right: "
+             + ", ".join(names["right"]) + "."]  # fmt: skip
+    lines += ["", f"Right with experts on autograd: {', '.join(names['untraced'])}."] if names["untraced"] else []
+    lines += ["", f"The trial builds no small model of {', '.join(names['unknown'])}."] if names["unknown"] else []
+    lines += ["", "| refused | why |", "|---|---|"]
+    other = [row for row in rows if row.end not in names]
+    return "\n".join([*lines, *(f"| `{row.family}` | {row.text.replace('|', ' ')} |" for row in other)]) + "\n"
 
 
 def write(rows: Sequence[Row]) -> None:
