@@ -62,9 +62,10 @@ def _results(of: fpipe.Programs, p: Any, x: Any) -> tuple[Any, list[torch.Tensor
     """The output, and all results of all programs."""
     y, saved = of.forward(p, x)
     torch.manual_seed(1)
+    y, extra = y if of.aux is not None else (y, None)
     dy = optree.tree_map(_cotangent, y, namespace="fpipe")
     dx, kept = of.backward_input(saved, dy)
-    return y, flat(y, of.backward(saved, dy), dx, of.backward_weight(kept))
+    return y, flat(y, extra, of.backward(saved, dy), dx, of.backward_weight(kept))
 
 
 def _cotangent(leaf: Any) -> Any:
