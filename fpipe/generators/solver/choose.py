@@ -82,13 +82,15 @@ def choose(
 
 
 def _named(solved: Solved, placement: Placement | None) -> Iterator[tuple[str, Schedule]]:
+    """The named schedules for the same counts, without those that hold parameters twice, which costs do not count."""
     ranks, microbatches, stages = solved.ranks, solved.microbatches, solved.stages
     for name in schedule_names() if stages * microbatches <= MOST else ():
         try:
             schedule = make_schedule(name, ranks, microbatches, stages).check()
         except ScheduleError:  # it needs other counts, or has no backwards
             continue
-        if placement is None or repr(schedule.placement) == repr(placement):
+        fits = placement is None or repr(schedule.placement) == repr(placement)
+        if fits and not schedule.placement.replicated:
             yield name, schedule
 
 
