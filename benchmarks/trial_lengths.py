@@ -16,6 +16,7 @@ import random
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def programs(family: str, lengths: list[int]) -> tuple[int, int]:
     for length in lengths:
         x: Any = tokens(2, length, seed=length)
         for stage, p in zip(stages, params, strict=True):
-            alone = fpipe.Stage(lambda p, x, stage=stage: stage.fn(p, x), dynamic=False)
+            alone = replace(stage, fn=lambda p, x, stage=stage: stage.fn(p, x), dynamic=False)
             one, other = fpipe.trace(stage, p, x), fpipe.trace(alone, p, x)
             y, found = _results(one, p, x)
             _, wanted = _results(other, p, x)

@@ -21,7 +21,7 @@ class Totals(NamedTuple):
 
     tokens: torch.Tensor
     probabilities: torch.Tensor
-    rows: int | torch.Tensor  # a tensor where a mask decides
+    rows: torch.Tensor  # a number would make every length another trace
 
 
 class Router(NamedTuple):
@@ -34,7 +34,7 @@ class Router(NamedTuple):
     def start(self, device: torch.device) -> Totals:
         """Totals of no layer."""
         zeros = torch.zeros(self.experts, dtype=torch.float32, device=device)
-        return Totals(zeros, zeros, 0)
+        return Totals(zeros, zeros, torch.zeros((), dtype=torch.float32, device=device))
 
     def add(self, totals: Totals, logits: Sequence[torch.Tensor], mask: torch.Tensor | None) -> Totals:
         """Totals with more layers; rows that the mask (batch, length) leaves out are not counted."""

@@ -296,7 +296,7 @@ def seq2seq() -> Any:
     return transformers.T5ForConditionalGeneration(config)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "qwen3-moe"])
 def test_one_trace_serves_every_length(family: str, long: bool):
     """Warnings are errors here: a stage that is traced for every size warns."""
     if family != "llama" and not long:
