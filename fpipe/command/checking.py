@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import click
 
 from ..errors import ScheduleError
-from ..generators import about_schedule, comparison, schedule_names
+from ..generators import about_schedule, comparison
 from ..generators.comparison import Entry
 from ..generators.solver import frontier
 from ..generators.solver.memory import in_bytes
@@ -22,14 +21,19 @@ from ..schedules.progress import progress
 from .options import (
     INVALID,
     Count,
+    Pattern,
     as_usage_error,
     bounded,
     check_suffix,
     costs_option,
     counts,
+    json_option,
+    matching,
     parse_costs,
+    print_json,
     read_file,
     report_error,
+    usage_error,
 )
 from .options import check as check_schedule
 
@@ -38,7 +42,8 @@ from .options import check as check_schedule
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path())
 @click.option("-p", "--ranks", metavar="N", type=Count(), help="Ranks that the schedule must have.")
 @click.option("--forward-only", is_flag=True, help="Check a schedule of forward passes alone.")
-def check(files: tuple[str, ...], ranks: int | None, forward_only: bool) -> int:
+@json_option
+def check(files: tuple[str, ...], ranks: int | None, forward_only: bool, as_json: bool) -> int:
     """Check schedules in CSV files, or as text with brackets.
 
     Each error names rank, position, rule and remedy; the exit status is then 1.
@@ -46,41 +51,64 @@ def check(files: tuple[str, ...], ranks: int | None, forward_only: bool) -> int:
     \b
     fpipe check plan.csv && echo good
     """
-    status = 0
-    for file in files:
-        try:
-            schedule = read_file(Path(file))
-            if ranks is not None and schedule.ranks != ranks:
-                raise ScheduleError(f"the schedule has {schedule.ranks} ranks, not {ranks}", rule="ranks")
-            check_schedule(schedule, training=not forward_only)
-        except ScheduleError as error:
-            status = report_error(f"{file}: {error}", INVALID)
-            continue
-        counts = f"{schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches"
-        click.echo(f"{file}: good: {counts}, {sum(map(len, schedule))} actions")
-    return status
+    results = [_checked(file, ranks, forward_only) for file in files]
+    if as_json:
+        print_json(results)
+    for found in () if as_json else results:
+        if found["good"]:
+            counted = ", ".join(f"{found[name]} {name}" for name in ("ranks", "stages", "microbatches", "actions"))
+            click.echo(f"{found['file']}: good: {counted}")
+        else:
+            report_error(f"{found['file']}: {found['error']}", INVALID)
+    return 0 if all(found["good"] for found in results) else INVALID
+
+
+def _checked(file: str, ranks: int | None, forward_only: bool) -> dict[str, Any]:
+    """What was found in a file: its counts, or the error and its place."""
+    try:
+        schedule = read_file(Path(file))
+        if ranks is not None and schedule.ranks != ranks:
+            raise ScheduleError(f"the schedule has {schedule.ranks} ranks, not {ranks}", rule="ranks")
+        check_schedule(schedule, training=not forward_only)
+    except ScheduleError as error:
+        place = {"rank": error.rank, "position": error.position, "rule": error.rule}
+        return {"file": file, "good": False, "error": str(error), **place}
+    counted = {"ranks": schedule.ranks, "stages": schedule.stages, "microbatches": schedule.microbatches}
+    return {"file": file, "good": True, **counted, "actions": sum(map(len, schedule))}
 
 
 @click.command()
-def names() -> None:
-    """List the schedules that have a name."""
-    known = schedule_names()
+@click.argument("patterns", nargs=-1, metavar="[PATTERN...]", type=Pattern())
+@json_option
+def names(patterns: tuple[str, ...], as_json: bool) -> None:
+    """List the schedules that have a name, all or those that match a PATTERN.
+
+    \b
+    fpipe names "ZB*"
+    """
+    known = {name: about_schedule(name).replace("``", "") for name in matching(patterns)}
+    if as_json:
+        print_json([{"name": name, "about": about} for name, about in known.items()])
+        return
     width = max(map(len, known))
-    for name in known:
-        click.echo(f"{name:<{width}}  {about_schedule(name).replace('``', '')}".rstrip())
+    for name, about in known.items():
+        click.echo(f"{name:<{width}}  {about}".rstrip())
 
 
 @click.command()
 @counts
 @costs_option
 @click.option("--memory", metavar="LIMIT", help="What a rank may hold, such as 60GB; adds schedules of the solver.")
-@click.option("--seconds", type=float, default=0.0, metavar="N",
+@click.option("--seconds", type=float, default=0.0, metavar="SECONDS",
               help="Time of the solver.  [default: 5 with --memory, else 0, without the solver]")  # fmt: skip
-@click.option("-o", "--out", type=click.Path(dir_okay=False), help="Draw bubble against memory: .svg.")
-@click.option("--json", "as_json", is_flag=True, help="Print the table as JSON.")
+@click.option("--only", multiple=True, metavar="PATTERN", type=Pattern(), help="Only these schedules, such as 'ZB*'.")
+@click.option("--sort", type=click.Choice(tuple(comparison.SORTED_BY)), default="bubble", show_default=True,
+              help="The column to sort by, the least first.")  # fmt: skip
+@click.option("-o", "--out", metavar="FILE", type=click.Path(dir_okay=False), help="Draw bubble against memory: .svg.")
+@json_option
 def compare(
     ranks: int | None, microbatches: int | None, stages: int | None, costs: str, memory: str | None, seconds: float,
-    out: str | None, as_json: bool,
+    only: tuple[str, ...], sort: str, out: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compare all schedules: bubble, time, memory, messages.
 
@@ -93,6 +121,7 @@ def compare(
     \b
     fpipe compare --ranks 8 --microbatches 24
     fpipe compare -p 8 -m 24 --costs F=18.5,I=18.1,W=9.3,comm=0.6
+    fpipe compare -p 8 -m 24 --only "ZB*" --only 1F1B --sort memory
     fpipe compare -p 8 -m 24 --memory 6 --out frontier.svg
     """
     p, m = bounded(ranks, microbatches)
@@ -100,20 +129,20 @@ def compare(
     if out is not None:
         check_suffix(out, [".svg"], "--out")
     with as_usage_error():
-        entries, unsupported = comparison.compare(p, m, stages=stages, costs=price)
         limit = inf if memory is None else in_bytes(memory)
+        chosen_names = matching(only)
+        with progress("comparing schedules") as track:
+            entries, unsupported = comparison.compare(p, m, stages=stages, costs=price, names=chosen_names, track=track)
         entries = [*entries, *_solved(p, m, price, memory, seconds)]
-    entries.sort(key=lambda e: (round(e.bubble, 9), e.memory, e.total))
+    if not entries:
+        raise usage_error("no schedule allows these counts: " + "; ".join(unsupported))
+    entries.sort(key=comparison.SORTED_BY[sort])
     chosen = frontier.take(entries, limit)
     if out is not None:
         write_bytes(out, frontier.svg(entries).encode())
     if as_json:
         taken = None if chosen is None else chosen.name
-        click.echo(
-            json.dumps(
-                {"schedules": [e._asdict() for e in entries], "take": taken, "not for these counts": unsupported}
-            )
-        )
+        print_json({"schedules": [e._asdict() for e in entries], "take": taken, "not for these counts": unsupported})
         return
     click.echo(f"ranks {p}, microbatches {m}, {price!r} for a rank's whole share\n")
     _show(entries, unsupported, chosen, memory)
@@ -147,9 +176,9 @@ def _show(entries: list[Entry], unsupported: list[str], chosen: Entry | None, me
 @click.option("--memory", metavar="LIMIT", help="What a rank may hold, such as 60GB.  [default: no limit]")
 @click.option("--placement", type=click.Choice(["one", "loop", "V", "any"], case_sensitive=False), default="any",
               show_default=True, help="Which stages share a rank.")  # fmt: skip
-@click.option("--seconds", type=click.FloatRange(0.01, 86400), default=10.0, show_default=True, metavar="N",
-              help="Time of the search.")  # fmt: skip
-@click.option("-o", "--out", type=click.Path(dir_okay=False), help="Write the schedule as .csv.")
+@click.option("--seconds", type=click.FloatRange(0.01, 86400), default=10.0, show_default=True,
+              metavar="SECONDS", help="Time of the search.")  # fmt: skip
+@click.option("-o", "--out", metavar="FILE", type=click.Path(dir_okay=False), help="Write the schedule as .csv.")
 def solve(
     ranks: int | None, microbatches: int | None, stages: int | None, costs: str, memory: str | None, placement: str,
     seconds: float, out: str | None,
@@ -177,4 +206,4 @@ def solve(
     click.echo(f"no schedule is shorter than {float(found.bound):.6g} ({found.bound.reason}): gap {found.gap:.2%}")
     if out is not None:
         found.to_csv(out)
-        click.echo(f"wrote {out}; try: fpipe draw {out} --costs {costs or 'F=1'}")
+        click.echo(f"wrote {out}; try: fpipe draw {out} --per stage --costs {costs or 'F=1'}")

@@ -17,7 +17,7 @@ from ..schedules.progress import progress
 from .options import INVALID, Count, report_error
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-PATH = click.argument("path", type=click.Path(path_type=Path))
+PATH = click.argument("path", metavar="DIR", type=click.Path(path_type=Path))
 
 
 @click.group()
@@ -71,11 +71,15 @@ def verify(path: Path) -> int:
 
 @checkpoint.command()
 @PATH
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("out", metavar="DIR", type=click.Path(path_type=Path))
 @click.option(
-    "--tree", default="params", show_default=True, help="What becomes a model: params, or an average of them."
+    "--tree",
+    metavar="NAME",
+    default="params",
+    show_default=True,
+    help="What becomes a model: params, or an average of them.",
 )
-@click.option("--shard", type=Count(), default=5 << 30, show_default=True, metavar="BYTES", help="Size of a file.")
+@click.option("--shard", type=Count(), default=5 << 30, show_default=True, metavar="N", help="Bytes of a file.")
 def convert(path: Path, out: Path, tree: str, shard: int) -> None:
     """Convert a checkpoint to the layout of Hugging Face (safetensors files with an index), or back.
 

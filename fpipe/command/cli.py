@@ -35,6 +35,13 @@ COMMANDS = {
     "doctor": ("fpipe.command.doctor:command", "Probe this machine's backend, and list the remedies for its faults."),
 }
 
+#: (shell, the line that switches completion on)
+COMPLETION = [
+    ("bash", 'eval "$(_FPIPE_COMPLETE=bash_source fpipe)"    in ~/.bashrc'),
+    ("zsh", 'eval "$(_FPIPE_COMPLETE=zsh_source fpipe)"     in ~/.zshrc'),
+    ("fish", "_FPIPE_COMPLETE=fish_source fpipe | source    in ~/.config/fish/config.fish"),
+]
+
 USAGE, INTERNAL, INTERRUPTED, PIPE = 2, 70, 130, 141
 
 
@@ -65,6 +72,8 @@ class _Commands(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+        with formatter.section("Completion of commands, options and names of schedules"):
+            formatter.write_dl(COMPLETION)
 
 
 @click.group(cls=_Commands, invoke_without_command=True,

@@ -25,6 +25,7 @@ from ..collectives.capabilities import DTYPES, Capabilities, Status
 from ..collectives.setup import init
 from ..devices import kind, pick
 from ..errors import UnsupportedError
+from ..schedules.progress import progress
 from .launch import launch
 
 SIZES = (1, 2, 4, 8, 16, 28, 30, 31, 32, 33, 48, 257)
@@ -217,7 +218,7 @@ def _row(finding: Finding) -> tuple[str, str]:
 
 
 @click.command(name="doctor")
-@click.option("-n", "--processes", type=click.IntRange(1, 64),
+@click.option("-n", "--processes", metavar="N", type=click.IntRange(1, 64),
               help="Processes.  [default: 2, or the number of devices if smaller]")  # fmt: skip
 def command(processes: int | None) -> int:
     """Describe this machine, probe its backend for faults, and list the remedies of fpipe.
@@ -228,7 +229,8 @@ def command(processes: int | None) -> int:
         report, faults = visit()
     else:
         most = 2 if pick().type == "cpu" else torch.accelerator.device_count()
-        report, faults = launch(visit, ranks=processes or min(2, most), timeout=180)[0]
+        with progress("probing the backend"):
+            report, faults = launch(visit, ranks=processes or min(2, most), timeout=180)[0]
     if os.environ.get("RANK", "0") == "0":
         click.echo(report)
     return int(bool(faults))

@@ -9,28 +9,29 @@ from pathlib import Path
 
 import click
 
-from ..generators import comparison
 from ..schedules import pictures
 from ..schedules.costs import Costs
+from ..schedules.progress import progress
 from . import options
 
 
 @click.command()
-@click.argument("schedules", nargs=-1, required=True, metavar="NAME|FILE...")
+@click.argument("schedules", nargs=-1, required=True, metavar="SCHEDULE...", type=options.Source())
 @options.counts
 @options.costs_option
-@click.option("-o", "--out", multiple=True, type=click.Path(dir_okay=False),
+@options.per_option
+@click.option("-o", "--out", multiple=True, metavar="FILE", type=click.Path(dir_okay=False),
               help="Write .svg, .png, .html, .json, .txt.")  # fmt: skip
 @click.option("--width", metavar="N", type=options.Count(), help="Columns of text.  [default: the terminal's]")
 @click.option("--color/--no-color", default=None, help="Colours.  [default: where the output is a terminal]")
 def draw(
-    schedules: tuple[str, ...], ranks: int | None, microbatches: int | None, stages: int | None, costs: str,
+    schedules: tuple[str, ...], ranks: int | None, microbatches: int | None, stages: int | None, costs: str, per: str,
     out: tuple[str, ...], width: int | None, color: bool | None,
 ) -> None:  # fmt: skip
-    """Draw a schedule by name, or one from a file.
+    """Draw schedules by name or from files; SCHEDULE is either.
 
-    Several schedules are drawn above each other on one axis of time. Costs are then those of a rank's whole share of
-    the model, so that schedules with one and with two stages per rank can be compared.
+    Several schedules are drawn above each other on one axis of time. Costs are those of a rank's whole share of the
+    model, so that a schedule has the same figures here, beside others and in fpipe compare.
 
     \b
     fpipe draw ZBV --ranks 4 --microbatches 8
@@ -42,21 +43,25 @@ def draw(
     for path in out:
         options.check_suffix(path, pictures.FORMATS, "--out")
     valid = [options.checked(options.named_schedule(source, ranks, microbatches, stages)) for source in schedules]
-    with options.as_usage_error():  # costs for another number of stages
-        timelines = [s.simulate(comparison.per_share(price, s) if len(valid) > 1 else price) for s in valid]
+    with progress("drawing"):
+        with options.as_usage_error():  # costs for another number of stages
+            timelines = [s.simulate(options.priced(price, s, per, alone=len(valid) == 1)) for s in valid]
+        for path in out:
+            pictures.save(timelines, path)
+        text = "" if out else pictures.draw(timelines, width=width, color=color)
     for path in out:
-        pictures.save(timelines, path)
         click.echo(f"wrote {path} ({_size(path)})")
-    if not out:
-        click.echo(pictures.draw(timelines, width=width, color=color), nl=False, color=True)
+    click.echo(text, nl=False, color=True)
 
 
 @click.command()
 @click.argument("path", metavar="FILE|DIR", type=click.Path(exists=True, path_type=Path))
 @options.costs_option
-@click.option("-o", "--out", type=click.Path(dir_okay=False, path_type=Path), help="The page.  [default: beside PATH]")
+@options.per_option
+@click.option("-o", "--out", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
+              help="The page.  [default: beside FILE, or in DIR]")  # fmt: skip
 @click.option("--open/--no-open", "show", default=True, help="Open it in the browser.  [default: open]")
-def view(path: Path, costs: str, out: Path | None, show: bool) -> None:
+def view(path: Path, costs: str, per: str, out: Path | None, show: bool) -> None:
     """Explore timelines in a browser: zoom, search, hover.
 
     FILE is a timeline saved as .json, or a schedule as CSV. DIR is a folder of timelines, as written by fpipe train;
@@ -74,17 +79,19 @@ def view(path: Path, costs: str, out: Path | None, show: bool) -> None:
             raise click.BadParameter(f"{out}: the page is a file that ends in .html", param_hint="--out")
         if out.exists() and b'content="fpipe"' not in out.read_bytes()[:4096]:
             raise options.usage_error(f"{out} exists, and fpipe did not write it; give another name with --out")
-        pictures.save(_timelines(path, options.parse_costs(costs)), out)
+        with progress(f"drawing {path}"):
+            pictures.save(_timelines(path, options.parse_costs(costs), per), out)
         click.echo(f"wrote {out} ({_size(out)})")
     if show and not webbrowser.open(out.resolve().as_uri()):
         click.echo(f"no browser could be opened here; open {out} in one")
 
 
-def _timelines(path: Path, price: Costs) -> Sequence[pictures.Drawable]:
+def _timelines(path: Path, price: Costs, per: str) -> Sequence[pictures.Drawable]:
     if not path.is_dir():
         if path.suffix.lower() == ".json":
             return pictures.load(path)
-        return [options.checked(options.read_file(path)).simulate(price)]
+        schedule = options.checked(options.read_file(path))
+        return [schedule.simulate(options.priced(price, schedule, per))]
     timelines = [file for file in sorted(path.glob("*.json")) if pictures.is_timeline(file)]
     if not timelines:
         raise options.usage_error(f"{path} holds no timeline; save one there as .json")

@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from ..errors import ScheduleError
-from ..generators import is_path, read_schedule, schedule_from
+from ..generators import comparison, is_path, read_schedule, schedule_from, schedule_names
 from ..schedule import Schedule
 from ..schedules.costs import Costs
 from ..schedules.files import read_bytes
@@ -22,6 +26,58 @@ MOST_COSTS = 16 << 20  #: bytes of a file of costs
 INVALID = 1  #: exit status for a schedule that is not valid
 MAX_SIZE = 1_000_000  #: ranks x microbatches of a schedule that a command builds
 Command = TypeVar("Command", bound=Callable[..., object])
+# Every kind of argument has one metavar: SCHEDULE, FILE, DIR, COSTS, N, SECONDS, LIMIT, PATTERN.
+
+
+class Source(click.ParamType):
+    """A schedule: a name, which the shell completes, or the path of a file."""
+
+    name = "schedule"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The text as it is; ``named_schedule`` reads it."""
+        return value
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """The names that begin with what was typed, in any case; and files."""
+        names = [name for name in ("ZBV", *schedule_names()) if name.lower().startswith(incomplete.lower())]
+        return [*map(CompletionItem, names), CompletionItem(incomplete, type="file")]
+
+
+class Pattern(Source):
+    """Names of schedules: one, or several by a pattern such as ``ZB*``."""
+
+    name = "pattern"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """The names, without files."""
+        return super().shell_complete(ctx, param, incomplete)[:-1]
+
+
+def matching(patterns: Sequence[str]) -> list[str]:
+    """The names of schedules that one of the patterns matches, in any case; all where there is no pattern."""
+    names = schedule_names()
+    wanted = ["ZBVZeroBubble" if pattern.lower() == "zbv" else pattern for pattern in patterns]
+    for given, pattern in zip(patterns, wanted, strict=True):
+        if not any(fnmatchcase(name.lower(), pattern.lower()) for name in names):
+            raise usage_error(f"no schedule is called {given!r}; fpipe names lists them, and ZB* is a pattern")
+    return [n for n in names if not wanted or any(fnmatchcase(n.lower(), pattern.lower()) for pattern in wanted)]
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def print_json(value: object) -> None:
+    """One value as JSON, with infinities and NaN as null, which JSON does not have."""
+
+    def plain(item: object) -> object:
+        if isinstance(item, dict):
+            return {key: plain(each) for key, each in item.items()}
+        if isinstance(item, (list, tuple)):
+            return list(map(plain, item))
+        return None if isinstance(item, float) and not isfinite(item) else item
+
+    click.echo(json.dumps(plain(value), indent=1))
 
 
 class Count(click.IntRange):
@@ -43,12 +99,26 @@ def counts(command: Command) -> Command:
 
 costs_option = click.option(
     "--costs",
-    metavar="F=1,I=1,...",
+    metavar="COSTS",
     default="",
-    help="Costs of actions: F, I, W, B (I + W), overlap (a fused action), comm (a message), send and receive (the time "
-    "that a message takes of either rank), and for memory and bandwidth: saved, kept, boundary, bandwidth. F=1:2:1 is "
-    "one number per stage. Or a file written by fpipe profile.",
+    help="Costs of actions, such as F=1,I=1,W=1: F, I, W, B (I + W), overlap (a fused action), comm (a message), send "
+    "and receive (the time that a message takes of either rank), and for memory and bandwidth: saved, kept, boundary, "
+    "bandwidth. F=1:2:1 is one number per stage. Or a file written by fpipe profile.",
 )
+per_option = click.option(
+    "--per",
+    type=click.Choice(["rank", "stage"]),
+    default="rank",
+    show_default=True,
+    help="Whose costs these are: those of a rank's whole share of the model, of which each of its stages has a part, "
+    "or those of a stage. One number per stage is always that of a stage.",
+)
+
+
+def priced(costs: Costs, schedule: Schedule, per: str, alone: bool = True) -> Costs:
+    """The costs of the stages of ``schedule``; of one drawn ``alone``, costs by stage are taken as they are."""
+    by_stage = any(isinstance(getattr(costs, name), tuple) for name in ("F", "I", "W", "B", "overlap", "saved", "kept"))
+    return costs if per == "stage" or (alone and by_stage) else comparison.per_share(costs, schedule)
 
 
 def parse_costs(text: str) -> Costs:

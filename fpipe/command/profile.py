@@ -6,6 +6,7 @@ Processes run a pipeline, by default of plain blocks. The results are a table, a
 
 from __future__ import annotations
 
+import json
 import runpy
 import time
 from collections.abc import Callable
@@ -21,27 +22,35 @@ from ..schedule import Schedule
 from ..schedules import pictures
 from ..schedules.costs import Costs
 from ..schedules.files import write_bytes
+from ..schedules.progress import progress
 from ..schedules.timeline import Timeline
-from .options import Count, as_usage_error, check_suffix, named_schedule
+from .options import Count, Source, as_usage_error, check_suffix, json_option, named_schedule, print_json
 
 
 @click.command("profile")
-@click.argument("source", default="ZBV", metavar="[NAME|FILE.csv]")
-@click.option("-p", "--ranks", type=Count(1, 64), help="Processes.  [default: 2, or those of the CSV file]")
-@click.option("-m", "--microbatches", type=Count(), help="Microbatches.  [default: 8, or those of the CSV file]")
-@click.option("--width", type=Count(), default=256, show_default=True, help="Width of the built-in blocks.")
-@click.option("--tokens", type=Count(), default=64, show_default=True, help="Tokens of a microbatch.")
-@click.option("--blocks", type=Count(), default=2, show_default=True, help="Built-in blocks per stage.")
-@click.option("--model", metavar="FILE.py:FUNCTION",
+@click.argument("source", default="ZBV", metavar="[SCHEDULE]", type=Source())
+@click.option(
+    "-p", "--ranks", metavar="N", type=Count(1, 64), help="Processes.  [default: 2, or those of the CSV file]"
+)
+@click.option(
+    "-m", "--microbatches", metavar="N", type=Count(), help="Microbatches.  [default: 8, or those of the CSV file]"
+)
+@click.option(
+    "--width", metavar="N", type=Count(), default=256, show_default=True, help="Width of the built-in blocks."
+)
+@click.option("--tokens", metavar="N", type=Count(), default=64, show_default=True, help="Tokens of a microbatch.")
+@click.option("--blocks", metavar="N", type=Count(), default=2, show_default=True, help="Built-in blocks per stage.")
+@click.option("--model", metavar="FILE:FUNCTION",
               help="Another model: FUNCTION(group, schedule) returns (pipe, params, x, *targets).")  # fmt: skip
-@click.option("--steps", type=Count(), default=10, show_default=True, help="Steps that are averaged.")
-@click.option("-o", "--out", type=click.Path(dir_okay=False, path_type=Path), default=Path("costs.json"),
-              show_default=True, help="The file of costs.")  # fmt: skip
-@click.option("--picture", multiple=True, type=click.Path(dir_okay=False),
-              help="Draw simulated over measured: .html, .svg, .png, .json, .txt.")  # fmt: skip
+@click.option("--steps", metavar="N", type=Count(), default=10, show_default=True, help="Steps that are averaged.")
+@click.option("-o", "--out", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
+              default=Path("costs.json"), show_default=True, help="The file of costs.")  # fmt: skip
+@click.option("--picture", multiple=True, metavar="FILE", type=click.Path(dir_okay=False),
+              help="Draw simulated over measured: .html, .svg, .png, .pdf, .json, .txt.")  # fmt: skip
+@json_option
 def profile(
     source: str, ranks: int | None, microbatches: int | None, width: int, tokens: int, blocks: int,
-    model: str | None, steps: int, out: Path, picture: tuple[str, ...],
+    model: str | None, steps: int, out: Path, picture: tuple[str, ...], as_json: bool,
 ) -> None:  # fmt: skip
     """Measure the costs of a pipeline's stages and messages on this machine, and write them to a file.
 
@@ -65,13 +74,19 @@ def profile(
     from .launch import launch  # here and below: importing torch takes seconds
 
     make: Any = (model, width, tokens, blocks)
-    price, real, simulated, wall = launch(_on_rank, schedule, make, steps, ranks=schedule.ranks)[0]
-    click.echo(f"{schedule!r}, {schedule.ranks} processes, means of {steps} steps\n\n{table(price)}\n")
-    predicted = f"simulated {1e3 * simulated.total:.2f} ms ({simulated.total / real.total:.1%})"
-    click.echo(f"a step: {1e3 * wall:.2f} ms by the clock, {1e3 * real.total:.2f} ms of actions, {predicted}")
+    with progress(f"measuring in {schedule.ranks} processes"):
+        price, real, simulated, wall = launch(_on_rank, schedule, make, steps, ranks=schedule.ranks)[0]
     write_bytes(out, (price.to_json() + "\n").encode())
     for path in picture:
         pictures.save([simulated, real], path)
+    if as_json:
+        seconds = {"step": wall, "measured": real.total, "simulated": simulated.total}
+        figures = {"schedule": source, "ranks": schedule.ranks, "microbatches": schedule.microbatches, "steps": steps}
+        print_json({**figures, "seconds": seconds, "costs": json.loads(price.to_json()), "files": [str(out), *picture]})
+        return
+    click.echo(f"{schedule!r}, {schedule.ranks} processes, means of {steps} steps\n\n{table(price)}\n")
+    predicted = f"simulated {1e3 * simulated.total:.2f} ms ({simulated.total / real.total:.1%})"
+    click.echo(f"a step: {1e3 * wall:.2f} ms by the clock, {1e3 * real.total:.2f} ms of actions, {predicted}")
     click.echo("wrote " + ", ".join(map(str, (out, *picture))) + f"; try: fpipe draw {source} --costs {out}")
 
 

@@ -7,7 +7,9 @@ for each, and memory is counted in whole shares too.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -51,23 +53,50 @@ def per_share(costs: Costs, schedule: Schedule) -> Costs:
 
 
 def compare(
-    ranks: int, microbatches: int, *, stages: int | None = None, costs: Costs | None = None
-) -> tuple[list[Entry], list[str]]:
+    ranks: int, microbatches: int, *, stages: int | None = None, costs: Costs | None = None,
+    names: Sequence[str] | None = None, track: Callable[[Sequence[str]], Iterator[str]] = iter,
+) -> tuple[list[Entry], list[str]]:  # fmt: skip
     """An entry for every named schedule that these counts allow, the least bubble first; and why others are left out.
+
+    ``names`` are all by default. ``track`` passes them on one by one, to show progress.
 
     >>> entries, _ = compare(4, 8)
     >>> entries[0].name, entries[0].bubble, entries[0].total
     ('ZBVZeroBubble', 0.0, 25.5)
     """
     entries, left_out = [], []
-    for name in schedule_names():
-        try:
-            schedule = make_schedule(name, ranks, microbatches, stages).check()
-        except ScheduleError as error:
-            left_out.append(f"{name}: {str(error).splitlines()[0]}")
-        else:
-            entries.append(entry_of(name, schedule, costs or Costs()))
-    return sorted(entries, key=lambda e: (round(e.bubble, 9), e.memory, e.total)), left_out
+    with _no_collection():
+        for name in track(schedule_names() if names is None else names):
+            try:
+                schedule = make_schedule(name, ranks, microbatches, stages).check()
+            except ScheduleError as error:
+                left_out.append(f"{name}: {str(error).splitlines()[0]}")
+            else:
+                entries.append(entry_of(name, schedule, costs or Costs()))
+    return sorted(entries, key=SORTED_BY["bubble"]), left_out
+
+
+#: column -> the key of an entry by which a table is sorted
+SORTED_BY: dict[str, Callable[[Entry], Any]] = {
+    "bubble": lambda e: (round(e.bubble, 9), e.memory, e.total),
+    "name": lambda e: e.name.lower(),
+    **{
+        name: lambda e, name=name: (round(getattr(e, name), 9), round(e.bubble, 9))
+        for name in ("total", "span", "memory", "weights", "messages")
+    },
+}
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without the search for cycles: schedules are millions of tuples without one, which it visits again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def entry_of(name: str, schedule: Schedule, costs: Costs) -> Entry:

@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import click
 import pytest
 
-from fpipe.command import checking, cli
+from fpipe.command import cli, options
 from fpipe.errors import ScheduleError
 from fpipe.generators import comparison, make_schedule, schedule_names
 from fpipe.schedule import Schedule
@@ -136,7 +136,20 @@ def test_draw_prices_several_schedules_by_a_ranks_share(capsys: pytest.CaptureFi
     out = printed(capsys, "draw", "1F1B", "ZBV", "-p", "4", "-m", "8", "--width", "200")
     assert "1F1B: total 33, span 33" in out
     assert "ZBVZeroBubble: total 25.5, span 24" in out
-    assert "total 51, span 48" in printed(capsys, "draw", "ZBV", "-p", "4", "-m", "8")
+
+
+def test_a_schedule_has_the_same_figures_alone_and_compared(capsys: pytest.CaptureFixture[str]):
+    """`fpipe draw ZBV` said total 51, peak 8, where `fpipe compare` said 25.5 and 4."""
+    found = json.loads(printed(capsys, "compare", "-p", "4", "-m", "8", "--only", "ZBV", "--json"))["schedules"][0]
+    assert (found["total"], found["span"], found["memory"]) == (25.5, 24, 4)
+    alone = printed(capsys, "draw", "ZBV", "-p", "4", "-m", "8")
+    assert "total 25.5, span 24, bubble 0%, peak 4" in alone
+    make_schedule("ZBV", 4, 8).to_csv("plan.csv")
+    printed(capsys, "draw", "plan.csv", "-o", "plan.txt")
+    assert "total 25.5, span 24, bubble 0%, peak 4" in Path("plan.txt").read_text()
+    assert "total 51, span 48" in printed(capsys, "draw", "ZBV", "-p", "4", "-m", "8", "--per", "stage")
+    by_stage = "F=" + ":".join("1" * 8)
+    assert "total 51, span 48" in printed(capsys, "draw", "ZBV", "-p", "4", "-m", "8", "--costs", by_stage)
 
 
 def test_costs_may_be_a_file(capsys: pytest.CaptureFixture[str]):
@@ -203,7 +216,10 @@ REFUSED = [
     ("draw good.csv --ranks 8", 2, "is a schedule of 2 ranks, not 8; leave out --ranks"),
     ("draw good.csv -m 3", 2, "is a schedule of 2 microbatches, not 3"),
     ("draw bad.csv", 1, "position 3"),
-    ("draw", 2, "NAME|FILE"),
+    ("draw", 2, "SCHEDULE"),
+    ("names Q*", 2, "no schedule is called 'Q*'"),
+    ("compare --only DualPipe -p 3", 2, "no schedule allows these counts: DualPipe"),
+    ("compare --sort size", 2, "'size' is not one of"),
     ("check good.csv --ranks 3", 1, "the schedule has 2 ranks, not 3"),
     ("check junk.csv", 1, "found 'junk'"),
     ("check hole.csv", 1, "no rank holds stage 1"),
@@ -254,7 +270,7 @@ def test_a_bug_is_told_without_a_traceback(capsys: pytest.CaptureFixture[str], m
         raise RuntimeError("gears\x1b[31m jammed")
 
     monkeypatch.delenv("FPIPE_TRACEBACK", raising=False)
-    monkeypatch.setattr(checking, "schedule_names", broken)
+    monkeypatch.setattr(options, "schedule_names", broken)
     assert cli.main(["names"]) == 70
     assert "bug in fpipe: RuntimeError: gears\\x1b[31m jammed" in capsys.readouterr().err
     monkeypatch.setenv("FPIPE_TRACEBACK", "1")
@@ -266,7 +282,7 @@ def test_an_interrupt_ends_with_130(capsys: pytest.CaptureFixture[str], monkeypa
     def stop() -> tuple[str, ...]:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checking, "schedule_names", stop)
+    monkeypatch.setattr(options, "schedule_names", stop)
     assert cli.main(["names"]) == 130
     assert capsys.readouterr().err.strip() == "error: interrupted"
 
@@ -276,6 +292,73 @@ def test_names_have_a_line_each(capsys: pytest.CaptureFixture[str]):
     lines = printed(capsys, "names").splitlines()
     assert [line.split()[0] for line in lines] == list(schedule_names())
     assert all(len(line.split()) > 3 and "`" not in line for line in lines)
+
+
+def test_names_are_filtered_and_printed_as_json(capsys: pytest.CaptureFixture[str]):
+    found = json.loads(printed(capsys, "names", "dualpipe*", "ZBV", "--json"))
+    assert [row["name"] for row in found] == ["ZBVZeroBubble", "DualPipeV", "DualPipe"]
+    assert found[0]["about"] == "Zero bubble on a V; two stages a rank."
+
+
+def test_check_prints_json(capsys: pytest.CaptureFixture[str]):
+    Path("good.csv").write_text(GOOD)
+    Path("bad.csv").write_text(GOOD.replace("0B1", "0B0"))
+    assert cli.main(["check", "bad.csv", "good.csv", "--json"]) == 1
+    out, err = capsys.readouterr()
+    bad, good = json.loads(out)
+    assert err == ""
+    assert (bad["good"], bad["rank"], bad["position"], bad["rule"]) == (False, 0, 3, "count")
+    assert "stands already" in bad["error"]
+    assert good == {"file": "good.csv", "good": True, "ranks": 2, "stages": 2, "microbatches": 2, "actions": 8}
+
+
+def test_compare_is_sorted_and_filtered(capsys: pytest.CaptureFixture[str]):
+    line = "compare", "-p", "4", "-m", "8", "--only", "ZB*", "--only", "gpipe", "--json", "--sort"
+    by = {column: json.loads(printed(capsys, *line, column))["schedules"] for column in ("name", "memory", "messages")}
+    assert [e["name"] for e in by["name"]] == ["GPipe", "ZB1P", "ZB2P", "ZBH1", "ZBH2", "ZBVZeroBubble"]
+    for column in ("memory", "messages"):
+        found = [e[column] for e in by[column]]
+        assert found == sorted(found) and len(set(found)) > 1
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["fpipe", "draw", "zb"], {"ZBV", "ZBVZeroBubble", "ZBH1", "ZBH2", "ZB1P", "ZB2P"}),
+        (["fpipe", "train", "--schedule", "Dual"], {"DualPipe", "DualPipeV"}),
+        (["fpipe", "compare", "--only", "GP"], {"GPipe"}),
+        (["fpipe", "comp"], {"compare"}),
+    ],
+    ids=" ".join,
+)
+def test_shells_complete_names_of_schedules(words: list[str], expected: set[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.MonkeyPatch.context() as env:
+        for name, value in (("_FPIPE_COMPLETE", "bash_complete"), ("COMP_WORDS", " ".join(words))):
+            env.setenv(name, value)
+        env.setenv("COMP_CWORD", str(len(words) - 1))
+        with pytest.raises(SystemExit):
+            cli.main([])
+    found = {line.partition(",")[2] for line in capsys.readouterr().out.splitlines() if line.startswith("plain,")}
+    assert found == expected
+
+
+def test_help_tells_how_completion_is_switched_on(capsys: pytest.CaptureFixture[str]):
+    out = printed(capsys, "--help")
+    for shell_name in ("bash", "zsh", "fish"):
+        assert f"_FPIPE_COMPLETE={shell_name}_source fpipe" in out
+
+
+METAVARS = {"SCHEDULE", "FILE", "DIR", "COSTS", "N", "SECONDS", "LIMIT", "PATTERN", "NAME", "FILE:FUNCTION", "FILE|DIR"}
+
+
+def test_there_is_one_metavar_for_each_kind_of_thing():
+    context = click.Context(cli.fpipe)
+    commands = [cli.fpipe.get_command(context, name) for name in cli.COMMANDS]
+    commands += [part for group in commands if isinstance(group, click.Group) for part in group.commands.values()]
+    for command in commands:
+        for p in command.params if command else ():
+            taken = isinstance(p.type, (click.Choice, click.types.BoolParamType)) or p.metavar == ""
+            assert taken or (p.metavar or "").strip("[].") in METAVARS, (command and command.name, p.name, p.metavar)
 
 
 #: total and peak in activations at 8 ranks and 24 microbatches, unit costs, as published
@@ -399,6 +482,27 @@ def test_our_own_options_are_documented():
         assert command is not None
         for option in command.params:
             assert isinstance(option, click.Argument) or option.help, (command.name, option.name)  # type: ignore[attr-defined]
+
+
+def test_compare_shows_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """64 ranks and 512 microbatches took half a minute, and nothing was shown."""
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr("fpipe.schedules.progress.AFTER", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
+    real = comparison.make_schedule
+
+    def slow(*args: object) -> Schedule:
+        end = time.monotonic() + 30
+        while time.monotonic() < end and "comparing schedules" not in screen.getvalue():
+            time.sleep(0.01)
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(comparison, "make_schedule", slow)
+    assert cli.main(["compare", "-p", "2", "-m", "4", "--only", "1F1B"]) == 0
+    assert "1F1B" in capsys.readouterr().out
+    assert "comparing schedules" in screen.getvalue()
 
 
 @pytest.mark.parametrize("terminal", [True, False])
