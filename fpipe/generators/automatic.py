@@ -80,8 +80,8 @@ def rounds(ranks: int, microbatches: int, costs: Costs, limits: Sequence[float])
 
 def _best(ranks: int, microbatches: int, costs: Costs, limit: float) -> list[str]:
     tries: list[Rounds] = []
-    for choices in product((False, True), repeat=2):
-        tries.append(Rounds(ranks, microbatches, costs, (limit,) * ranks, *choices))
+    for each in rounds(ranks, microbatches, costs, (limit,) * ranks):
+        tries.append(each)
         if tries[-1].span <= tries[-1].least_span * _ALMOST:
             break
     return min(tries, key=attrgetter("span")).patterns

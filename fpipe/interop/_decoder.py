@@ -83,15 +83,15 @@ class _Run:
         if value in self.values:
             return self.values[value]
         sizes, flow = self.part.blanks[value], self.part.flow
-        shape = [size if isinstance(size, int) else self._size(*size) for size in sizes]
         like, dtype = next(iter(self.values.values())), flow.dtypes[value]
         for known, tensor in self.values.items():
             if flow.dtypes.get(known) == dtype:
                 like, dtype = tensor, tensor.dtype
                 break
-        filling = float("nan") if dtype.is_floating_point else 0
         key, blanks = (*sizes, dtype), self.blanks  # the sizes themselves may be symbols
         if key not in blanks:
+            shape = [size if isinstance(size, int) else self._size(*size) for size in sizes]
+            filling = float("nan") if dtype.is_floating_point else 0
             blanks[key] = torch.full(shape, filling, dtype=dtype, device=like.device)
         return blanks[key]
 

@@ -6,7 +6,7 @@ The results are known from a run on fake tensors. Nothing here knows graphs, sch
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +17,7 @@ import torch
 from .. import tree
 from ..errors import StageError
 from ..stage import Stage
-from ..tree import AbstractLeaf, AbstractTree, Aval, Tree
+from ..tree import AbstractTree, Aval, Tree
 from . import fake
 from .purity import pure_on_fakes, unseeded
 from .symbols import Symbols
@@ -56,18 +56,18 @@ class Signature(NamedTuple):
         return sorted({aval.device for argument in self for aval in argument.avals.values()}, key=str)
 
     @property
-    def skeleton(self) -> tuple[Hashable, ...]:
+    def skeleton(self) -> tuple[AbstractTree, ...]:
         """All but the sizes of input, side inputs and state."""
-        rest = ((t.spec, t.computed, t.repeats, tuple(map(_without_sizes, t.leaves))) for t in self[1:])
-        return (self.params, *rest)
+        return (self.params, *(each.with_avals(without_sizes) for each in self[1:]))
 
     def __str__(self) -> str:
         """Parameters and input, for messages."""
         return "(" + "; ".join(str(argument) for argument in self[:2] if argument.leaves) + ")"
 
 
-def _without_sizes(leaf: AbstractLeaf) -> Hashable:
-    return leaf._replace(shape=(0,) * len(leaf.shape), stride=()) if isinstance(leaf, Aval) else leaf
+def without_sizes(aval: Aval) -> Aval:
+    """An abstract tensor of which only the number of axes is kept."""
+    return aval._replace(shape=(0,) * len(aval.shape), stride=())
 
 
 class Apart(NamedTuple):

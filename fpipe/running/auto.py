@@ -22,6 +22,7 @@ from ..generators.solver.memory import Memory, in_bytes
 from ..plans.weaving.estimates import RATES
 from ..schedule import Placement, Schedule
 from ..schedules.costs import Costs
+from .handshake import alone
 
 SECONDS = 2.0  #: of a search
 #: op or figure -> stage -> its value
@@ -75,23 +76,20 @@ class Auto:
                 answer = choice.best.schedule.name or choice.best.name, f"{choice.best.schedule}\n\n{choice}"
             except ScheduleError as error:
                 answer = str(error)
-        first = next(each for each in self.group.gather_objects(answer) if each) if self._apart else answer
+        first = answer if alone(self.group) else next(filter(None, self.group.gather_objects(answer)))
         if isinstance(first, str):
             raise ScheduleError(first, rule="memory")
         name, text = first
         rows, _, why = text.partition("\n\n")
         return self.chosen.setdefault(microbatches, (Schedule.parse(rows, name=name), why))[0]
 
-    @property
-    def _apart(self) -> bool:
-        return len(self.group.here) < self.group.size
-
     def estimated(
         self, microbatches: int, figures: Figures, peaks: Mapping[int, int], run: Schedule, devices: str
     ) -> Schedule:  # fmt: skip
         """Choose from what the programs of all stages are expected to take. ``run`` is the schedule whose plans have
         these peaks of memory, by rank."""
-        gathered = self.group.gather_objects((_plain(figures), dict(peaks))) if self._apart else [(figures, peaks)]
+        here = _plain(figures), dict(peaks)
+        gathered = [here] if alone(self.group) else self.group.gather_objects(here)
         known: dict[str, dict[int, float]] = {}
         for part, _ in gathered:
             for name, values in part.items():

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import TypeAlias
 
 from ..plans.value_graph import Interface, Leaf
+from ..programs.signature import without_sizes
 from ..tree import AbstractTree, Aval, contiguous
 
 #: The inputs of a pipeline for one kind of microbatch, and the interfaces of its stages.
@@ -32,7 +34,7 @@ def expected(inputs: Sequence[AbstractTree], seen: Sequence[Seen]) -> tuple[Inte
     >>> expected(x(9), [(x(4), y(4)), (x(6), y(6))])[0].y.leaves[0].shape
     (19,)
     """
-    alike = [each for each in seen if _skeleton(*each) == _skeleton(inputs, seen[-1][1])][-SEEN:]
+    alike = list(islice(_alike(inputs, seen), SEEN))[::-1]
     if len(alike) < 2:
         return None
     columns = list(zip(*(_numbers(each) for each, _ in alike), _numbers(inputs), strict=True))
@@ -101,7 +103,13 @@ def _with_avals(interface: Interface, fn: Callable[[Aval], Aval]) -> Interface:
     )
 
 
+def _alike(inputs: Sequence[AbstractTree], seen: Sequence[Seen]) -> Iterator[Seen]:
+    """The kinds that differ from these inputs, and from the last kind's interfaces, in numbers alone; last first."""
+    wanted = _skeleton(inputs, seen[-1][1]) if seen else ()
+    return (each for each in reversed(seen) if _skeleton(*each) == wanted)
+
+
 def _skeleton(inputs: Sequence[AbstractTree], interfaces: Sequence[Interface]) -> tuple[object, ...]:
     """Everything but the numbers."""
-    plain = lambda aval: aval._replace(shape=(0,) * len(aval.shape), stride=(0,) * len(aval.shape))
-    return *(each.with_avals(plain) for each in inputs), *(_with_avals(each, plain) for each in interfaces)
+    plain = [each.with_avals(without_sizes) for each in inputs]
+    return *plain, *(_with_avals(each, without_sizes) for each in interfaces)

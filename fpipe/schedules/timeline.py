@@ -168,10 +168,10 @@ class Timeline:
             return max(accumulate([table[op][stage] for stage, op, _ in row], initial=0.0))
         held = most = 0.0
         for action in row:
-            deltas = [self._adds(*part) for part in action.parts]
-            held += sum([d for d in deltas if d > 0])
+            added, freed = self._change(action)
+            held += added
             most = max(most, held)
-            held += sum([d for d in deltas if d < 0])
+            held += freed
         return most
 
     def curve(self, rank: int) -> tuple[tuple[float, float], ...]:
@@ -179,12 +179,16 @@ class Timeline:
         held = 0.0
         points: list[tuple[float, float]] = []
         for action, start, end in zip(self.rows[rank], self.starts[rank], self.ends[rank], strict=True):
-            deltas = [self._adds(*part) for part in action.parts]
-            for time, delta in ((start, sum(d for d in deltas if d > 0)), (end, sum(d for d in deltas if d < 0))):
+            for time, delta in zip((start, end), self._change(action), strict=True):
                 if delta:
                     held += delta
                     points.append((time, held))
         return tuple(points)
+
+    def _change(self, action: AnyAction) -> tuple[float, float]:
+        """What an action adds at its start, and what it frees at its end, as a number below zero."""
+        deltas = [self._adds(*part) for part in action.parts]
+        return sum([d for d in deltas if d > 0]), sum([d for d in deltas if d < 0])
 
     def _adds(self, stage: int, op: str, microbatch: int) -> float:
         adds = self.memory[op][stage] if self.memory else _ACTIVATIONS[op]

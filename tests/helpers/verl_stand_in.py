@@ -41,7 +41,12 @@ class EngineConfig:
 
 
 @dataclass
-class RoleConfig:
+class BaseConfig:
+    pass
+
+
+@dataclass
+class RoleConfig(BaseConfig):
     """Of an actor or a critic."""
 
     strategy: str = ""
@@ -151,6 +156,7 @@ def get(data: Data, key: str, default: Any) -> Any:
 
 MODULES: dict[str, dict[str, Any]] = {
     "verl": {},
+    "verl.base_config": {"BaseConfig": BaseConfig},
     "verl.workers.config": {"EngineConfig": EngineConfig, "ActorConfig": RoleConfig, "CriticConfig": RoleConfig},
     "verl.workers.config.optimizer": {"build_optimizer": build_optimizer},
     "verl.workers.engine.base": {

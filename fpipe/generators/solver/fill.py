@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from .problem import ALMOST, Orders, Problem, Rows
 
-MANY = 3000  #: forwards from which few settings are tried
-
 
 class Filled(NamedTuple):
     """Rows, and how long each rank is busy or waits."""
@@ -145,9 +143,9 @@ class Setting(NamedTuple):
 def best_fill(problem: Problem, orders: Orders, bound: float) -> tuple[Filled | None, Setting]:
     """The shortest span of these orders under several settings, and the setting."""
     found, best = None, Setting(inf, 0.0)
-    many = problem.stages * problem.microbatches > MANY
-    for stretch in (1.0, 1.05, inf) if many else (1.0, 1.01, 1.03, 1.06, 1.1, 1.2, inf):
-        for tolerance in (0.0,) if many else (0.0, 1.0):
+    small = problem.small
+    for stretch in (1.0, 1.01, 1.03, 1.06, 1.1, 1.2, inf) if small else (1.0, 1.05, inf):
+        for tolerance in (0.0, 1.0) if small else (0.0,):
             setting = Setting(bound * stretch, tolerance)
             tried = fill(problem, orders, *setting)
             if tried is None:

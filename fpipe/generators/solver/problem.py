@@ -24,6 +24,7 @@ Orders: TypeAlias = list[list[tuple[int, int]]]
 Rows: TypeAlias = list[list[tuple[int, int, int]]]
 _OPS: tuple[Op, Op, Op] = ("F", "I", "W")
 
+_SMALL = 3000  #: forwards of a problem for which everything is tried
 ALMOST = 1 + 1e-9  #: times that are sums of the same costs in another order differ by less
 
 
@@ -88,6 +89,11 @@ class Problem:
     def stages(self) -> int:
         """How many stages there are."""
         return len(self.path)
+
+    @property
+    def small(self) -> bool:
+        """Whether all named schedules are starts, orders are annealed, and many settings are tried."""
+        return self.stages * self.microbatches <= _SMALL
 
     @property
     def microbatches(self) -> int:

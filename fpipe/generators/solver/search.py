@@ -20,7 +20,6 @@ from .local import anneal
 from .periodic import extended
 from .problem import ALMOST, Orders, Problem, Rows, passes_of
 
-SMALL = 3000  #: forwards up to which all named schedules are starts, and orders are annealed
 _DRAWS = 0.5  #: the share of the time that is spent on drawing blocks
 
 
@@ -30,7 +29,7 @@ class Task:
     def __init__(self, problem: Problem, bound: float):
         self.whole, self.bound = problem, bound
         kept = 3 * problem.ranks + 8
-        short = problem.even and problem.microbatches > 1.25 * kept and problem.stages * problem.microbatches > SMALL
+        short = problem.even and problem.microbatches > 1.25 * kept and not problem.small
         self.problem = problem.taking(range(kept)) if short else problem
         self.more = problem.microbatches - self.problem.microbatches
         self.work = self.more * max(self.problem.work) / self.problem.microbatches  #: of what was left out
@@ -133,7 +132,7 @@ class Search:
         for filled in starts.filled(task.problem) if task.bound < self.span else ():
             task.offer(filled, Setting(task.bound - task.work, 0.0))
         self._take(task)
-        small = task.whole.stages * task.whole.microbatches <= SMALL
+        small = task.whole.small
         before = self.schedule
         for schedule in starts.named(task.whole, () if small else starts.FEW) if small or not task.filled else ():
             self._offer(schedule, task.whole.limit)
@@ -179,7 +178,7 @@ class Search:
         for task in sorted(tasks, key=lambda task: task.span)[:3]:
             self._take(task)
         for task in sorted(tasks, key=lambda task: task.span)[:1]:
-            if task.filled is not None and task.problem.stages * task.problem.microbatches <= SMALL:
+            if task.filled is not None and task.problem.small:
                 orders = passes_of(task.filled.rows, task.problem.stages)
                 begin = self.share()
                 passed = lambda begin=begin: (self.share() - begin) / max(1e-9, 1 - begin) if begin < 1 else 1.0

@@ -101,7 +101,7 @@ def _counted(pattern: str, stage: int) -> list[tuple[int, int, int]]:
 
 def orders(problem: Problem) -> Iterator[Orders]:
     """Those of named schedules."""
-    for schedule in named(problem, FEW if problem.stages * problem.microbatches > 3000 else ()):
+    for schedule in named(problem, () if problem.small else FEW):
         yield orders_of(schedule)
 
 

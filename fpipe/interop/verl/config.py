@@ -12,6 +12,7 @@ import torch
 from ...errors import StageError
 
 configs: Any = import_module("verl.workers.config")
+base: Any = import_module("verl.base_config")
 
 DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
           "float16": torch.float16, "fp16": torch.float16}  # fmt: skip
@@ -57,8 +58,8 @@ class FpipeEngineConfig(configs.EngineConfig):
 
 
 @dataclass
-class FpipeActorConfig(configs.ActorConfig):
-    """The actor, or the reference model, of verl's PPO trainer on this engine."""
+class _OnFpipe(base.BaseConfig):
+    """What both configurations of verl's PPO trainer have on this engine."""
 
     strategy: str = "fpipe"
     fpipe: FpipeEngineConfig = field(default_factory=FpipeEngineConfig)
@@ -70,13 +71,10 @@ class FpipeActorConfig(configs.ActorConfig):
 
 
 @dataclass
-class FpipeCriticConfig(configs.CriticConfig):
+class FpipeActorConfig(_OnFpipe, configs.ActorConfig):
+    """The actor, or the reference model, of verl's PPO trainer on this engine."""
+
+
+@dataclass
+class FpipeCriticConfig(_OnFpipe, configs.CriticConfig):
     """The critic of verl's PPO trainer on this engine."""
-
-    strategy: str = "fpipe"
-    fpipe: FpipeEngineConfig = field(default_factory=FpipeEngineConfig)
-
-    def __post_init__(self) -> None:
-        """Pass the engine's options to where verl looks for them."""
-        super().__post_init__()
-        self.engine = self.fpipe

@@ -27,7 +27,7 @@ from .._rl.sequences import Tokens, longest, padded_lengths, tokens_of
 from .._rl.weights import Weights
 from .config import DTYPES
 from .learning_rates import numbers_of, scheduler_of
-from .losses import Batch, Loss, check, like
+from .losses import Batch, Loss, asked, check, like
 
 base: Any = import_module("verl.workers.engine.base")
 engines: Any = import_module("verl.workers.engine.utils")
@@ -105,6 +105,11 @@ class FpipeEngine(base.BaseEngine):
         if not config.forward_only:
             optimizer = optimizers.build_optimizer(self.weights.trained(), self.optimizer_config)
             self.optimizer, self.scheduler = optimizer, scheduler_of(optimizer, self.optimizer_config)
+        self._offload()
+
+    def _offload(self) -> None:
+        """Move to the host what the configuration keeps there between phases."""
+        config = self.engine_config
         self.to("cpu", model=config.param_offload, optimizer=config.optimizer_offload, grad=config.param_offload)
 
     def _cut(self) -> tuple[models.Cut, str | None]:
@@ -171,7 +176,6 @@ class FpipeEngine(base.BaseEngine):
     # ---- steps --------------------------------------------------------------------------------------------------
     def forward_backward_batch(self, data: Any, loss_function: Callable | None, forward_only: bool = False) -> Any:
         """Run a batch: losses, metrics and outputs of its sequences, and without ``forward_only`` gradients."""
-        get = lambda key, default: tensordicts.get_non_tensor_data(data=data, key=key, default=default)
         check(data)
         group = self.get_data_parallel_group()
         tokens = data["loss_mask"].sum().to(self.device)
@@ -181,7 +185,7 @@ class FpipeEngine(base.BaseEngine):
         batches, indices = engines.prepare_micro_batches(
             data=data, dp_group=group, same_micro_num_in_dp=True, min_num_micro_batch=self._least
         )
-        keep_outputs = forward_only or get("return_model_output", False)
+        keep_outputs = forward_only or asked(data, "return_model_output")
         batch = Batch(batches, self._tokens(batches), loss_function, keep_outputs)
         with batch.current():
             rows = self._run(batch.tokens, forward_only)
@@ -202,8 +206,7 @@ class FpipeEngine(base.BaseEngine):
 
     def _tokens(self, batches: Sequence[Any]) -> list[Tokens]:
         config = self.engine_config
-        get = lambda batch, key, default: tensordicts.get_non_tensor_data(data=batch, key=key, default=default)
-        packed = get(batches[0], "use_remove_padding", True)
+        packed = asked(batches[0], "use_remove_padding", True)
         lengths = [longest(batch["input_ids"], packed) for batch in batches]
         padded = padded_lengths(
             lengths, config.pad_to_length_bucket if config.pad_to_length else 1, uniform=config.pad_uniform
@@ -211,7 +214,7 @@ class FpipeEngine(base.BaseEngine):
         return [
             tokens_of(
                 batch["input_ids"].to(self.device), batch["position_ids"].to(self.device), batch["temperature"],
-                packed=packed, length=length, pad_token=get(batch, "pad_token_id", 0) or 0,
+                packed=packed, length=length, pad_token=asked(batch, "pad_token_id", 0) or 0,
             )
             for batch, length in zip(batches, padded, strict=True)
         ]  # fmt: skip
@@ -356,8 +359,7 @@ class FpipeEngine(base.BaseEngine):
                 for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
                     group["lr"] = rate
         dist.barrier()
-        config = self.engine_config
-        self.to("cpu", model=config.param_offload, optimizer=config.optimizer_offload, grad=config.param_offload)
+        self._offload()
 
 
 class FpipeValueEngine(FpipeEngine):

@@ -89,8 +89,8 @@ class Loss:
         if self.values:
             return {"values": tokens.nested(logits.squeeze(-1).to(_wide(logits)))}
         found = scores(
-            logits, tokens.labels, tokens.temperature, chunk=self.chunk, entropy=_asked(batch, "calculate_entropy"),
-            squares=_asked(batch, "calculate_sum_pi_squared"),
+            logits, tokens.labels, tokens.temperature, chunk=self.chunk, entropy=asked(batch, "calculate_entropy"),
+            squares=asked(batch, "calculate_sum_pi_squared"),
         )  # fmt: skip
         named = {"log_probs": found.log_probs, "entropy": found.entropy, "sum_pi_squared": found.squares}
         return {name: tokens.nested(value) for name, value in named.items() if value is not None}
@@ -102,7 +102,7 @@ class Loss:
     def _zeros(self, tokens: Tokens, batch: Any) -> dict[str, Tensor]:
         names = ["values"] if self.values else ["log_probs"]
         for name, flag in {"entropy": "calculate_entropy", "sum_pi_squared": "calculate_sum_pi_squared"}.items():
-            names += [name] if not self.values and _asked(batch, flag) else []
+            names += [name] if not self.values and asked(batch, flag) else []
         zeros = torch.zeros(tokens.input_ids.shape, device=tokens.input_ids.device)
         return {name: tokens.nested(zeros) for name in names}
 
@@ -114,12 +114,13 @@ def like(logits: Tensor, number: Tensor) -> tuple[Tensor, None]:
 
 def check(data: Any) -> None:
     """Raise UnsupportedError for what a batch asks and this engine does not compute."""
-    if _asked(data, "distillation_use_topk"):
+    if asked(data, "distillation_use_topk"):
         raise UnsupportedError("distillation from the top of a teacher's logits is not supported by engine=fpipe")
 
 
-def _asked(batch: Any, name: str) -> bool:
-    return bool(tensordicts.get_non_tensor_data(data=batch, key=name, default=False))
+def asked(batch: Any, name: str, default: Any = False) -> Any:
+    """What a batch says under a name beside its tensors."""
+    return tensordicts.get_non_tensor_data(data=batch, key=name, default=default)
 
 
 def _wide(logits: Tensor) -> torch.dtype:

@@ -98,17 +98,11 @@ def entry(label: str, fn: Callable[..., Any], options: object, signature: Signat
         return None
     try:
         known, tensors = identity(fn)
-        parts = (environment(), flags(), known, repr(options), to_text(signature.params), _skeleton(signature))
+        parts = (environment(), flags(), known, repr(options), [to_text(each) for each in signature.skeleton])
     except UnstorableError:
         return None
     key = _digest(repr(parts))
     return Entry(Path(root, key[:2], key), tensors, label)
-
-
-def _skeleton(signature: Signature) -> list[Any]:
-    """The input, the side inputs and the state without their sizes."""
-    plain = lambda aval: aval._replace(shape=(0,) * len(aval.shape), stride=())
-    return [to_text(each.with_avals(plain)) for each in signature[1:]]
 
 
 def _name(signature: Signature) -> str:
