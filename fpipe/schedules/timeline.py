@@ -162,10 +162,11 @@ class Timeline:
 
     def _most(self, row: Row) -> float:
         """The most that a rank with this row holds: ``curve`` without its points."""
-        if not self.sizes and set(map(type, row)) == {Action}:  # of each action the one change; the usual case
+        plain = [action for action in row if isinstance(action, Action)]
+        if not self.sizes and len(plain) == len(row):  # of each action the one change; the usual case
             table = {op: self.memory[op] if self.memory else (adds,) * self.placement.stages
                      for op, adds in _ACTIVATIONS.items()}  # fmt: skip
-            return max(accumulate([table[op][stage] for stage, op, _ in row], initial=0.0))
+            return max(accumulate([table[op][stage] for stage, op, _ in plain], initial=0.0))
         held = most = 0.0
         for action in row:
             added, freed = self._change(action)
