@@ -148,7 +148,7 @@ def reference() -> str:
 
 #: title -> the beginning of the names of its modules; the first section that fits has a name
 SECTIONS: dict[str, str | tuple[str, ...]] = {
-    "Pipelines and their gradients": ("running.pipeline", "running.reduction"),
+    "Pipelines and their gradients": ("running.building", "running.gradients", "running.pipeline", "running.reduction"),
     "Stages": "stage",
     "Modules": "interop.modules",
     "Batches": ("running.microbatches", "running.padding", "running.absent"),

@@ -37,7 +37,9 @@ _TABLE = {
     "running.derived.per_example": "per_example",
     "running.microbatches": "Microbatches",
     "running.padding": "pad",
-    "running.pipeline": "Pipeline grad pipeline value_and_grad vjp",
+    "running.building": "pipeline",
+    "running.gradients": "grad value_and_grad vjp",
+    "running.pipeline": "Pipeline",
     "running.profile.profiling": "measure_costs profile",
     "running.reduction": "weighted",
     "saving.load": "load",
@@ -92,13 +94,17 @@ if TYPE_CHECKING:
     from .programs.stored.folder import cache as cache
     from .programs.trace_cache import trace as trace
     from .running.absent import elsewhere as elsewhere
+    from .running.building import pipeline as pipeline
     from .running.debugging import debug as debug
     from .running.derived.forward_mode import hvp as hvp
     from .running.derived.forward_mode import jvp as jvp
     from .running.derived.per_example import per_example as per_example
+    from .running.gradients import grad as grad
+    from .running.gradients import value_and_grad as value_and_grad
+    from .running.gradients import vjp as vjp
     from .running.microbatches import Microbatches as Microbatches
     from .running.padding import pad as pad
-    from .running.pipeline import *
+    from .running.pipeline import Pipeline as Pipeline
     from .running.profile.profiling import measure_costs as measure_costs
     from .running.profile.profiling import profile as profile
     from .running.reduction import weighted as weighted

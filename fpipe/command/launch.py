@@ -29,7 +29,7 @@ from .ray import launch as on_ray
 _LOOPBACK = "127.0.0.1"
 #: Imported once, before the processes are forked: what a first step imports takes each process seconds. Fake tensors
 #: import the last one.
-_PRELOADED = ("fpipe.collectives.setup", "fpipe.running.pipeline", "torch._dynamo")
+_PRELOADED = ("fpipe.collectives.setup", "fpipe.running.building", "fpipe.running.gradients", "torch._dynamo")
 #: Seconds for a killed process to end: only one in a call of the system that cannot be interrupted stays.
 _KILLED = 10.0
 _LOOK = 60.0  #: seconds between two looks at the launcher, whose end a process learns at once otherwise

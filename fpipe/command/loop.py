@@ -24,7 +24,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 import torch
 
 from ..errors import CheckpointError, StageError, UnsupportedError
-from ..running.pipeline import Pipeline, value_and_grad
+from ..running.gradients import value_and_grad
+from ..running.pipeline import Pipeline
 from ..saving._pipe import tensor_parallel
 from ..saving.load import load
 from ..saving.manifest import NAME, is_complete

@@ -97,7 +97,7 @@ def _on_rank(
     import torch
 
     from ..collectives.setup import init
-    from ..running.pipeline import value_and_grad
+    from ..running.gradients import value_and_grad
     from ..running.profile import profiling
 
     torch.set_num_threads(1)
@@ -125,7 +125,7 @@ def _blocks(group: Any, schedule: Schedule, width: int, tokens: int, blocks: int
     from torch import nn
     from torch.func import functional_call
 
-    from ..running.pipeline import pipeline
+    from ..running.building import pipeline
 
     def block() -> nn.Module:
         return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))

@@ -14,7 +14,7 @@ from functools import partial
 from operator import index
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
 
 from ..errors import ScheduleError
 from ..schedule import Schedule, read_text
@@ -32,7 +32,13 @@ from .zbv import make_zbv
 from .zero_bubble import make_interleaved_zero_bubble, make_zb_h1, make_zb_h2
 
 Maker = TypeVar("Maker", bound=Callable[..., Schedule])
-Source: TypeAlias = str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
+#: The names of the catalogue, for completion in editors; a registered name is any text.
+Name: TypeAlias = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "ZBV", "DualPipeV",
+    "Eager1F1B", "Overlapped1F1B", "ZBH1", "ZBH2", "ZB1P", "ZB2P", "VHalf", "VMin", "V", "DualPipe", "Chimera",
+    "Hanayo", "auto",
+]  # fmt: skip
+Source: TypeAlias = Name | str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
 
 
 class _Entry(NamedTuple):
@@ -100,7 +106,7 @@ def about_schedule(name: str) -> str:
 
 
 def make_schedule(
-    name: str, ranks: int, microbatches: int, stages: int | None = None, *, memory: float | None = None
+    name: Name | str, ranks: int, microbatches: int, stages: int | None = None, *, memory: float | None = None
 ) -> Schedule:
     """The schedule called ``name`` for these counts; case, blanks, ``-`` and ``_`` in the name do not matter.
 

@@ -19,7 +19,9 @@ from torch import nn
 from .. import tree
 from ..errors import StageError
 from ..generators.balancing import estimate, spread
-from ..running.pipeline import Pipeline, pipeline, value_and_grad
+from ..running.building import pipeline
+from ..running.gradients import value_and_grad
+from ..running.pipeline import Pipeline
 from ..saving.hub import fused
 from ..saving.receive import receive, stored
 from ..schedule import Schedule

@@ -19,8 +19,8 @@ from torch import nn
 
 from ..errors import BatchError, StageError, UnsupportedError
 from ..generators import schedule_from
+from ..running.building import pipeline as _pipeline
 from ..running.pipeline import Pipeline
-from ..running.pipeline import pipeline as _pipeline
 from ..schedule import Schedule
 from ..stage import Stage
 from ..tree import matches

@@ -28,9 +28,9 @@ from .microbatches import Microbatches, merge
 from .plan_cache import Cache, CachedPlans, refused
 from .registers import Registers
 from .results import Results
+from .signatures import Pullback
 
 AllRegisters: TypeAlias = dict[int, Registers]
-Pullback: TypeAlias = Callable[..., tuple[Tree, Tree]]
 
 
 # ---- what can be done with a call -----------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def value_and_grad(call: Call, cache: Cache, value: bool = True) -> tuple[Tree, 
             return loss, tuple(grads[n] for n in call.wanted)
 
 
-def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback]:
+def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
     """The forward phase now; the backward phase in the pullback."""
     regs: AllRegisters = {}
     with call.config.claim:
@@ -72,7 +72,7 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback]:
     kept: list[AllRegisters] = [regs]
     before = _versions(plans, regs)
 
-    def pullback(dy: Tree, *, retain: bool = False) -> tuple[Tree, Tree]:
+    def pullback(dy: Tree, *, retain: bool = False) -> tuple[Any, Tree]:
         """Gradients of the parameters and the input for the outputs' cotangents."""
         if not kept:
             raise StageError(

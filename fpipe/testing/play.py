@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from ..collectives.local import check_ranks
 from ..errors import GroupError, LaunchError, PeerError, StalledError
@@ -14,7 +14,7 @@ from .fake import FakeGroup, Network
 from .faults import Fault, check_fault
 from .world import Killed, RankState, World
 
-_ORDERS = ("buffered", "lockstep")
+Order: TypeAlias = Literal["buffered", "lockstep"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Outcome:
 
 
 def run(
-    fn: Callable[[FakeGroup], Any], ranks: int, *, order: str = "buffered", seed: int = 0,
+    fn: Callable[[FakeGroup], Any], ranks: int, *, order: Order = "buffered", seed: int = 0,
     faults: Sequence[Fault] = (), timeout: float = 60.0,
 ) -> list[Any]:  # fmt: skip
     """Run ``fn(group)`` on fake ranks in this process; the results by rank.
@@ -65,7 +65,7 @@ def _cause_first(outcome: Outcome) -> tuple[bool, int]:
 
 
 def outcomes(
-    fn: Callable[[FakeGroup], Any], ranks: int, *, order: str = "buffered", seed: int = 0,
+    fn: Callable[[FakeGroup], Any], ranks: int, *, order: Order = "buffered", seed: int = 0,
     faults: Sequence[Fault] = (), timeout: float = 60.0,
 ) -> list[Outcome]:  # fmt: skip
     """As :func:`run`, but every rank runs to its end; how each ended, by rank.
@@ -78,8 +78,8 @@ def outcomes(
     ['PeerError', 'NoneType']
     """
     check_ranks("ranks", ranks)
-    if order not in _ORDERS:
-        raise GroupError(f"order={order!r}; the orders are {' and '.join(_ORDERS)}")
+    if order not in get_args(Order):
+        raise GroupError(f"order={order!r}; the orders are {' and '.join(get_args(Order))}")
     for fault in faults:
         check_fault(fault, ranks)
     world = World(ranks, seed, timeout)

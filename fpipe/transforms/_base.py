@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,13 @@ Params: TypeAlias = Tree
 Updates: TypeAlias = Tree
 #: What a transform keeps between steps: a tree of tensors.
 State: TypeAlias = Any
+T = TypeVar("T")
+
+
+class Update(Protocol):
+    """``update(grads, state, params) -> (updates, state)``; updates have the form of the gradients."""
+
+    def __call__(self, grads: T, state: State, params: Params = None, /) -> tuple[T, State]: ...
 
 
 class Speculation(NamedTuple):
@@ -69,7 +76,7 @@ class Transform:
     """
 
     init: Callable[[Params], State]
-    update: Callable[..., tuple[Updates, State]]
+    update: Update
     donates: bool = False
     parts: tuple[Transform, ...] = ()
     speculation: Speculation | None = None
@@ -152,7 +159,7 @@ def chain(*transforms: Transform) -> Transform:
     return Transform(init, update, donates=any(transform.donates for transform in transforms), parts=transforms)
 
 
-def apply_updates(params: Params, updates: Updates, *, donate: bool = False) -> Params:
+def apply_updates(params: T, updates: Updates, *, donate: bool = False) -> T:
     """``params + updates``, each sum in its parameter's dtype; where the update is None, the parameter itself.
 
     Autograd records only where the updates require a gradient, so a training loop over parameters that require one

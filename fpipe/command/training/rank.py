@@ -15,7 +15,8 @@ import torch
 
 from ... import tree
 from ...collectives.setup import init
-from ...running.pipeline import pipeline, value_and_grad
+from ...running.building import pipeline
+from ...running.gradients import value_and_grad
 from ...running.profile.profiling import profile
 from ...schedule import Schedule
 from ...schedules.timeline import Timeline

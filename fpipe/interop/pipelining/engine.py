@@ -19,10 +19,12 @@ from ... import tree
 from ...collectives.c10d import C10dGroup
 from ...errors import FpipeError, TraceError, UnsupportedError
 from ...running.absent import elsewhere
+from ...running.building import pipeline
 from ...running.calls import refuse
+from ...running.gradients import value_and_grad
 from ...running.handshake import UNPREPARED
 from ...running.microbatches import Microbatches
-from ...running.pipeline import Pipeline, pipeline, value_and_grad
+from ...running.pipeline import Pipeline
 from ...schedule import Schedule
 from ...stage import Stage
 from .._pure import running

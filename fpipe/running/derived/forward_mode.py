@@ -25,6 +25,7 @@ from ...tree import Tree
 from .. import calls
 from ..microbatches import Microbatches
 from ..pipeline import Pipeline
+from ..signatures import P
 from .normalizations import PlainNormalizations
 from .variants import Chosen, Function, wrapped
 
@@ -57,8 +58,8 @@ def jvp(pipe: Pipeline, primals: Sequence[Tree], tangents: Sequence[Tree], *rest
     return weights.sum(values), change
 
 
-def hvp(pipe: Pipeline, params: Sequence[Tree], v: Sequence[Tree], x: Tree, *targets: Tree, seed: int | None = None,
-        **side: Tree) -> Sequence[Tree]:  # fmt: skip
+def hvp(pipe: Pipeline, params: Sequence[P], v: Sequence[P], x: Tree, *targets: Tree, seed: int | None = None,
+        **side: Tree) -> list[P]:  # fmt: skip
     """The Hessian of the loss in the parameters times ``v``: the gradient, by the same schedule, of :func:`jvp`.
 
     Forward over reverse would need the backward twice; this is one step of dual stages, of about three times the work
@@ -76,8 +77,8 @@ def hvp(pipe: Pipeline, params: Sequence[Tree], v: Sequence[Tree], x: Tree, *tar
     twin = dual(pipe)
     call = twin.call("grad", both, pairs, targets, side, seed=seed, has_aux=True)
     _, (grads,) = calls.value_and_grad(call, twin.cache, value=False)
-    out = [None if grad is None else _unfrozen(pipe, stage, grad[0]) for stage, grad in enumerate(grads)]
-    return tuple(out) if isinstance(params, tuple) else out
+    out: list[Any] = [None if grad is None else _unfrozen(pipe, stage, grad[0]) for stage, grad in enumerate(grads)]
+    return cast(Any, tuple(out)) if isinstance(params, tuple) else out
 
 
 def dual(pipe: Pipeline) -> Pipeline:

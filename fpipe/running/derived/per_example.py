@@ -21,8 +21,10 @@ from ...errors import StageError
 from ...stage import Stage, as_stage
 from ...tree import Tree
 from ..config import Config
+from ..gradients import value_and_grad
 from ..microbatches import Microbatches, count, split
-from ..pipeline import Pipeline, value_and_grad
+from ..pipeline import Pipeline
+from ..signatures import P
 from .variants import Chosen, Function, wrapped
 
 Factors: TypeAlias = Callable[[Tensor], Tensor]
@@ -52,8 +54,8 @@ class PerExample:
         return value, pipe.group.all_reduce(squares).sqrt()
 
     def __call__(
-        self, params: Sequence[Tree], x: Tree, *targets: Tree, seed: int | None = None, **side: Tree
-    ) -> tuple[Tensor, Sequence[Tree], Tensor]:
+        self, params: Sequence[P], x: Tree, *targets: Tree, seed: int | None = None, **side: Tree
+    ) -> tuple[Tensor, list[P], Tensor]:
         """``(value, grads, norms)``: the gradients are those of the loss with each example's part scaled."""
         value, norms = self.norms(params, x, *targets, seed=seed, **side)
         factors = self.factors(norms)

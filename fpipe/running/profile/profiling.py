@@ -25,7 +25,8 @@ from ...schedules.costs import Costs
 from ...schedules.files import write_bytes
 from ...schedules.simulation import simulate_rows
 from ...schedules.timeline import Timeline
-from ..pipeline import Pipeline, value_and_grad
+from ..gradients import value_and_grad
+from ..pipeline import Pipeline
 from .costing import costs, shares, timeline
 from .recording import Log, Run, gathered, recording
 

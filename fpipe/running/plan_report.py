@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Plans``: the plans of the ranks of this process as a value that is printed, and what is expected of them.
+
+Knows plans and programs; no pipeline and no call.
+"""
+
+from __future__ import annotations
+
+from ..plans.plan import Plan
+from ..plans.weaving.segments import microseconds
+from ..schedules.costs import Costs
+from .prepare import Prepared
+
+
+class Plans:
+    """The plans of the ranks of this process, by rank; ``peak`` is the peak memory of each in bytes."""
+
+    def __init__(self, prepared: Prepared):
+        self.by_rank = prepared.plans
+        self.peak = {rank: plan.peak for rank, plan in self.by_rank.items()}
+        self._inputs = prepared.inputs
+
+    @property
+    def figures(self) -> dict[str, dict[int, float]]:
+        """What is expected of the programs of the stages of this process, by shapes: microseconds, and bytes."""
+        figures: dict[str, dict[int, float]] = {name: {} for name in ("F", "B", "I", "W", "saved", "kept")}
+        for source in self._inputs.values():
+            for stage, programs in source.kinds[0].programs.items():
+                times = map(microseconds, (programs.f, programs.b, programs.i, programs.w))
+                held = programs.saved_bytes, programs.kept_bytes
+                for known, figure in zip(figures.values(), (*times, *held), strict=True):
+                    known[stage] = figure
+        return figures
+
+    @property
+    def costs(self) -> Costs:
+        """What is expected, for ``schedule.simulate``: programs by shapes, woven actions by their weaves.
+
+        The mean over the stages of this process stands for the others.
+        """
+        figures = self.figures
+        stages = next(iter(self._inputs.values())).stages
+        mean = {name: sum(known.values()) / max(len(known), 1) for name, known in figures.items()}
+        spread = {name: tuple(known.get(s, mean[name]) for s in range(stages)) for name, known in figures.items()}
+        woven = {
+            name: weave for plan in self.by_rank.values() for name, weave in plan.weaves.items() if not weave.reason
+        }
+        overlap = lambda action: woven[str(action)].beside() if str(action) in woven else None
+        return Costs(**spread, overlap=overlap, unit="us")
+
+    def __getitem__(self, rank: int) -> Plan:
+        return self.by_rank[rank]
+
+    def __str__(self) -> str:
+        plans = [plan for _, plan in sorted(self.by_rank.items())]
+        rows = [f"{p.rank:4d}  {len(p.instructions):12d}  {p.slots:5d}  {p.peak:10,d}" for p in plans]
+        return "\n".join(["rank  instructions  slots  peak bytes", *rows, "", *map(str, plans)])
+
+    __repr__ = __str__
