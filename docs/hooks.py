@@ -73,8 +73,13 @@ FACTS = {
     "Chimera": Facts("Li and Hoefler 2021", "2107.06925", "idle p - 2 passes at F = B", "p/2 + 1 to p", None,
                      "p even; each stage is on two ranks"),
     "Hanayo": Facts("Liu et al. 2023", "2308.15762", "m(F + B) + (p - 1)(F + B)/2w at F = B", "p"),
+    "Seq1F1B": Facts("Sun et al. 2024", "2406.03488", "m(F + B) + (p - 1)(F + B)/k for k slices", "(p - r + k - 1)/k",
+                     lambda p, m: 3 * m + 3 * (p - 1) / K, "stages that pass a carry from slice to slice"),
+    "SeqZBH1": Facts("Sun et al. 2024; Qi et al. 2024", "2406.03488", "m(F + B) + (p - 1)(F + I - W)/k for k slices",
+                     "(p - r + k - 1)/k", lambda p, m: 3 * m + (p - 1) / K,
+                     "stages that pass a carry from slice to slice"),
 }  # fmt: skip
-P, M = 4, 8
+P, M, K = 4, 8, 2
 
 
 def zoo() -> tuple[str, dict[str, bytes]]:
@@ -85,14 +90,15 @@ def zoo() -> tuple[str, dict[str, bytes]]:
         "rank together cost 1 each, and B = I + W. *Total* is the makespan of all ranks. *Span* is the longest time",
         "from the first start to the last end of a rank. The bubble is 1 - work/span. Activations are counted in units",
         "of one microbatch on all stages of a rank. p is the number of ranks, m the number of microbatches, r a rank,",
-        "v the number of stages per rank, w the number of waves.", "",
+        "v the number of stages per rank, w the number of waves, k the number of slices of a microbatch,",
+        f"which is {K} in the pictures.", "",
         "[Choose a schedule](howto/choose.md) · `fpipe compare` compares all of them for other counts and costs", "",
     ]  # fmt: skip
     pictures: dict[str, bytes] = {}
     for name in fpipe.schedule_names():
         if name not in FACTS:
             continue  # registered by a user
-        schedule = fpipe.make_schedule(name, P, M)
+        schedule = fpipe.make_schedule(name, P, M, slices=K if catalogue.orders_slices(name) else 1)
         timeline = schedule.simulate(per_share(fpipe.Costs(), schedule))
         facts = FACTS[name]
         pictures[f"zoo/{name}.svg"] = svg(timeline)

@@ -46,7 +46,7 @@ _TABLE = {
     "saving.receive": "receive",
     "saving.save": "save",
     "saving.stream": "stream",
-    "schedule": "Action Fused Placement Schedule",
+    "schedule": "Action Fused Placement Schedule Slice",
     "schedules.costs": "Costs",
     "schedules.timeline": "Timeline",
     "generators.solver.solve": "Solved solve",

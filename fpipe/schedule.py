@@ -16,7 +16,7 @@ from os import PathLike
 from pathlib import Path
 
 from .errors import ScheduleError
-from .schedules.actions import Action, Fused, Row, joined, plain
+from .schedules.actions import Action, AnyAction, Fused, Row, Slice, joined, plain
 from .schedules.check import Inspection, check_rows, inspect_rows
 from .schedules.costs import Costs
 from .schedules.files import read_bytes, write_bytes
@@ -25,7 +25,7 @@ from .schedules.simulation import simulate_rows
 from .schedules.text import format_csv, format_rows, parse_csv, parse_rows
 from .schedules.timeline import Timeline
 
-__all__ = ["Action", "Fused", "Placement", "Schedule"]
+__all__ = ["Action", "Fused", "Placement", "Schedule", "Slice"]
 
 
 #: Of a file of actions: about eight million of them.
@@ -36,8 +36,8 @@ MOST_BYTES = 64 << 20
 class Schedule:
     """One tuple of actions per rank, and the rank of each stage.
 
-    ``placement`` and ``microbatches`` are derived from the rows if they are left out. Two schedules are equal when
-    their rows, placement and count of microbatches are; ``name`` is a label.
+    ``placement``, ``microbatches`` and ``slices``, those of each microbatch, are derived from the rows if they are left
+    out. Two schedules are equal when their rows, placement and counts are; ``name`` is a label.
 
     >>> s = Schedule.parse("[0F0, 0F1, 0B0, 0B1]\\n[1F0, 1B0, 1F1, 1B1]")
     >>> s.ranks, s.microbatches, s.stages
@@ -50,6 +50,7 @@ class Schedule:
     placement: Placement = field(default=None)  # type: ignore[assignment]  # derived from the rows
     microbatches: int = -1
     name: str = field(default="", compare=False)
+    slices: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         rows = tuple(tuple(row) for row in self.rows)
@@ -63,9 +64,12 @@ class Schedule:
         try:
             if self.placement is None:
                 object.__setattr__(self, "placement", Placement.from_rows(rows))
+            if not self.slices:
+                first = next((part.microbatch for row in rows for part in plain(row)), 0)
+                object.__setattr__(self, "slices", first.of if isinstance(first, Slice) else 1)
             if self.microbatches == -1:
-                count = max((part.microbatch for row in rows for part in plain(row)), default=-1) + 1
-                object.__setattr__(self, "microbatches", count)
+                last = max((part.microbatch for row in rows for part in plain(row)), default=-1)
+                object.__setattr__(self, "microbatches", last // self.slices + 1)
         except (TypeError, AttributeError):
             what = "the stages and microbatches of actions must be integers, and the parts of a Fused be actions"
             raise ScheduleError(what, rule="action") from None
@@ -74,7 +78,8 @@ class Schedule:
 
     def __repr__(self) -> str:
         name = f"{self.name}, " if self.name else ""
-        return f"Schedule({name}ranks={self.ranks}, microbatches={self.microbatches}, stages={self.stages})"
+        slices = f", slices={self.slices}" if self.slices > 1 else ""
+        return f"Schedule({name}ranks={self.ranks}, microbatches={self.microbatches}, stages={self.stages}{slices})"
 
     # ---- questions ----------------------------------------------------------------------------------------------
     @property
@@ -86,6 +91,11 @@ class Schedule:
     def stages(self) -> int:
         """How many stages there are in all."""
         return self.placement.stages
+
+    @property
+    def units(self) -> int:
+        """How many units of work each stage has: microbatches or, where these have slices, slices of all of them."""
+        return self.microbatches * self.slices
 
     @property
     def output_rank(self) -> int:
@@ -159,6 +169,21 @@ class Schedule:
         rows = tuple(tuple(map(joined, filter(None, row))) for row in parts)
         return Schedule(rows, self.placement, self.microbatches, self.name)
 
+    def sliced(self, slices: int) -> Schedule:
+        """The same schedule for microbatches in slices of the sequence: each action becomes one for each slice, in
+        order for F and in reverse for B, I and W.
+
+        >>> print(Schedule.parse("[0F0, 0B0]").sliced(2))
+        [0F0.0, 0F0.1, 0B0.1, 0B0.0]
+        """
+        if type(slices) is not int or slices < 1 or self.slices > 1:
+            has = f"the schedule has {self.slices} slices already" if self.slices > 1 else f"slices={slices!r}"
+            raise ScheduleError(f"{has}; give a number of slices, 1 or more, to a schedule without", rule="slices")
+        if slices == 1:
+            return self
+        rows = tuple(tuple(cell for action in row for cell in _sliced(action, slices)) for row in self.rows)
+        return Schedule(rows, self.placement.sliced(slices), self.microbatches, self.name, slices=slices)
+
     # ---- work ---------------------------------------------------------------------------------------------------
     def check(self, *, training: bool = True) -> Schedule:
         """Return self, or raise ScheduleError naming rank, position, rule and remedy.
@@ -175,7 +200,8 @@ class Schedule:
             rank 0 | 0B0 0F0
                      ^^^
         """
-        check_rows(self.rows, self.placement, self.microbatches, training=training, inspected=self._inspection)
+        inspected, slices = self._inspection, self.slices
+        check_rows(self.rows, self.placement, self.units, training=training, inspected=inspected, slices=slices)
         return self
 
     def simulate(self, costs: Costs | None = None) -> Timeline:
@@ -185,12 +211,21 @@ class Schedule:
         6.0
         """
         costs, walked = costs or Costs(), self._inspection.walk
-        return simulate_rows(self.rows, self.placement, self.microbatches, costs, name=self.name, walked=walked)
+        return simulate_rows(
+            self.rows, self.placement, self.units, costs, name=self.name, walked=walked, slices=self.slices
+        )
 
     @cached_property
     def _inspection(self) -> Inspection:
         """What ``check`` and ``simulate`` share."""
-        return inspect_rows(self.rows, self.placement, self.microbatches)
+        return inspect_rows(self.rows, self.placement, self.units, self.slices)
+
+
+def _sliced(action: AnyAction, slices: int) -> Iterator[AnyAction]:
+    """An action as one for each slice; of a fused action, whose parts may go in different directions, too."""
+    for step in range(slices):
+        at = lambda part, step=step: step if part.op == "F" else slices - 1 - step
+        yield joined([part._replace(microbatch=Slice(part.microbatch, at(part), slices)) for part in action.parts])
 
 
 def read_text(path: str | PathLike[str]) -> str:

@@ -33,6 +33,7 @@ from .options import (
     print_json,
     read_file,
     report_error,
+    slices_option,
     usage_error,
 )
 from .options import check as check_schedule
@@ -97,6 +98,7 @@ def names(patterns: tuple[str, ...], as_json: bool) -> None:
 
 @click.command()
 @counts
+@slices_option
 @costs_option
 @click.option("--memory", metavar="LIMIT", help="What a rank may hold, such as 60GB; adds schedules of the solver.")
 @click.option("--seconds", type=float, default=0.0, metavar="SECONDS",
@@ -107,8 +109,8 @@ def names(patterns: tuple[str, ...], as_json: bool) -> None:
 @click.option("-o", "--out", metavar="FILE", type=click.Path(dir_okay=False), help="Draw bubble against memory: .svg.")
 @json_option
 def compare(
-    ranks: int | None, microbatches: int | None, stages: int | None, costs: str, memory: str | None, seconds: float,
-    only: tuple[str, ...], sort: str, out: str | None, as_json: bool,
+    ranks: int | None, microbatches: int | None, stages: int | None, slices: int, costs: str, memory: str | None,
+    seconds: float, only: tuple[str, ...], sort: str, out: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compare all schedules: bubble, time, memory, messages.
 
@@ -116,7 +118,8 @@ def compare(
     The bubble is 1 - work / span, where span is the longest time from the first start to the last end of one rank;
     total is the time from the first start to the last end of all ranks. Memory is counted in activations of a whole
     share for one microbatch, and weights in copies of a share. A message carries the activations of one microbatch, or
-    their gradient, from one rank to another. A star marks the best of each column.
+    their gradient, from one rank to another. A star marks the best of each column. With --slices, schedules over slices
+    of sequences are among them.
 
     \b
     fpipe compare --ranks 8 --microbatches 24
@@ -132,7 +135,9 @@ def compare(
         limit = inf if memory is None else in_bytes(memory)
         chosen_names = matching(only)
         with progress("comparing schedules") as track:
-            entries, unsupported = comparison.compare(p, m, stages=stages, costs=price, names=chosen_names, track=track)
+            entries, unsupported = comparison.compare(
+                p, m, stages=stages, costs=price, names=chosen_names, track=track, slices=slices
+            )
         entries = [*entries, *_solved(p, m, price, memory, seconds)]
     if not entries:
         raise usage_error("no schedule allows these counts: " + "; ".join(unsupported))

@@ -18,6 +18,7 @@ from . import options
 @click.command()
 @click.argument("schedules", nargs=-1, required=True, metavar="SCHEDULE...", type=options.Source())
 @options.counts
+@options.slices_option
 @options.costs_option
 @options.per_option
 @click.option("-o", "--out", multiple=True, metavar="FILE", type=click.Path(dir_okay=False),
@@ -25,8 +26,8 @@ from . import options
 @click.option("--width", metavar="N", type=options.Count(), help="Columns of text.  [default: the terminal's]")
 @click.option("--color/--no-color", default=None, help="Colours.  [default: where the output is a terminal]")
 def draw(
-    schedules: tuple[str, ...], ranks: int | None, microbatches: int | None, stages: int | None, costs: str, per: str,
-    out: tuple[str, ...], width: int | None, color: bool | None,
+    schedules: tuple[str, ...], ranks: int | None, microbatches: int | None, stages: int | None, slices: int,
+    costs: str, per: str, out: tuple[str, ...], width: int | None, color: bool | None,
 ) -> None:  # fmt: skip
     """Draw schedules by name or from files; SCHEDULE is either.
 
@@ -37,12 +38,14 @@ def draw(
     fpipe draw ZBV --ranks 4 --microbatches 8
     fpipe draw DualPipeV -p 4 -m 10 --costs overlap=3,comm=0.1 --out dualpipev.svg
     fpipe draw 1F1B ZBV --out both.html
+    fpipe draw Seq1F1B --slices 4
     fpipe draw plan.csv
     """
     price = options.parse_costs(costs)
     for path in out:
         options.check_suffix(path, pictures.FORMATS, "--out")
-    valid = [options.checked(options.named_schedule(source, ranks, microbatches, stages)) for source in schedules]
+    made = [options.named_schedule(source, ranks, microbatches, stages, slices) for source in schedules]
+    valid = list(map(options.checked, made))
     with progress("drawing"):
         with options.as_usage_error():  # costs for another number of stages
             timelines = [s.simulate(options.priced(price, s, per, alone=len(valid) == 1)) for s in valid]

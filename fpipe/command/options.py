@@ -97,6 +97,10 @@ def counts(command: Command) -> Command:
     return option("-p", "--ranks", help="Ranks of the pipeline.  [default: 4]")(microbatches(stages(command)))
 
 
+slices_option = click.option(
+    "--slices", metavar="N", type=Count(), default=1,
+    help="Slices of the sequence of a microbatch.  [default: 1]",
+)  # fmt: skip
 costs_option = click.option(
     "--costs",
     metavar="COSTS",
@@ -162,11 +166,13 @@ def read_file(path: Path) -> Schedule:
         return read_schedule(path, track)
 
 
-def named_schedule(source: str, ranks: int | None, microbatches: int | None, stages: int | None = None) -> Schedule:
+def named_schedule(
+    source: str, ranks: int | None, microbatches: int | None, stages: int | None = None, slices: int = 1
+) -> Schedule:
     """The schedule of a name, built with these counts, or of a file, which must have these counts."""
     if not is_path(source):
         with as_usage_error():
-            return schedule_from(source, *bounded(ranks, microbatches), stages)
+            return schedule_from(source, *bounded(ranks, microbatches), stages, slices)
     schedule = read_file(Path(source))
     for name, wanted in (("ranks", ranks), ("microbatches", microbatches), ("stages", stages)):
         actual = getattr(schedule, name)

@@ -26,6 +26,7 @@ from .gpipe import make_gpipe
 from .hanayo import make_hanayo
 from .interleaved import make_interleaved_one_f_one_b, make_looped_bfs
 from .one_f_one_b import make_eager_one_f_one_b, make_one_f_one_b, make_overlapped_one_f_one_b
+from .slices import make_seq_one_f_one_b, make_seq_zb_h1
 from .v_family import make_v_half, make_v_min
 from .v_memory import make_v
 from .zbv import make_zbv
@@ -36,7 +37,7 @@ Maker = TypeVar("Maker", bound=Callable[..., Schedule])
 Name: TypeAlias = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "ZBV", "DualPipeV",
     "Eager1F1B", "Overlapped1F1B", "ZBH1", "ZBH2", "ZB1P", "ZB2P", "VHalf", "VMin", "V", "DualPipe", "Chimera",
-    "Hanayo", "auto",
+    "Hanayo", "Seq1F1B", "SeqZBH1", "auto",
 ]  # fmt: skip
 Source: TypeAlias = Name | str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
 
@@ -50,6 +51,7 @@ class _Entry(NamedTuple):
     step: int = 1  #: any multiple of this
     exactly: bool = False  #: or no other number than the default
     limited: bool = False  #: whether it takes ``memory=``
+    sliced: bool = False  #: whether it takes ``slices=``: an order of its own for slices
 
 
 TABLE = (
@@ -72,6 +74,8 @@ TABLE = (
     _Entry("DualPipe", make_dual_pipe, 1, exactly=True),
     _Entry("Chimera", make_chimera, 1, exactly=True),
     _Entry("Hanayo", make_hanayo, 2, step=2),
+    _Entry("Seq1F1B", make_seq_one_f_one_b, sliced=True),
+    _Entry("SeqZBH1", make_seq_zb_h1, sliced=True),
 )
 #: Forwards and backwards of the largest schedule: it takes some gigabytes.
 MOST_ACTIONS = 1 << 24
@@ -105,38 +109,58 @@ def about_schedule(name: str) -> str:
     return (inspect.getdoc(_entry(name).make) or "").partition("\n")[0]
 
 
+def orders_slices(name: str) -> bool:
+    """Whether a schedule has an order of its own for slices of sequences.
+
+    >>> orders_slices("Seq1F1B"), orders_slices("1F1B")
+    (True, False)
+    """
+    return _entry(name).sliced
+
+
 def make_schedule(
-    name: Name | str, ranks: int, microbatches: int, stages: int | None = None, *, memory: float | None = None
-) -> Schedule:
+    name: Name | str, ranks: int, microbatches: int, stages: int | None = None, *, memory: float | None = None,
+    slices: int = 1,
+) -> Schedule:  # fmt: skip
     """The schedule called ``name`` for these counts; case, blanks, ``-`` and ``_`` in the name do not matter.
 
     ``stages`` is the total number of stages. The default is one or two per rank, depending on the schedule. ``memory``
-    is for "V": the share of the memory of 1F1B that a rank may hold, from a third to 1.
+    is for "V": the share of the memory of 1F1B that a rank may hold, from a third to 1. ``slices`` is the number of
+    slices of the sequence of each microbatch: "Seq1F1B" and "SeqZBH1" order slices as others do microbatches; of any
+    other schedule, each action becomes one for each slice (see ``Schedule.sliced``).
 
     >>> print(make_schedule("1F1B", ranks=2, microbatches=2))
     [0F0, 0F1, 0B0, 0B1]
     [1F0, 1B0, 1F1, 1B1]
     >>> make_schedule("interleaved1f1b", 4, 8, stages=12).placement
     Placement(0: [0, 4, 8], 1: [1, 5, 9], 2: [2, 6, 10], 3: [3, 7, 11])
+    >>> print(make_schedule("Seq1F1B", ranks=1, microbatches=1, slices=2))
+    [0F0.0, 0F0.1, 0B0.1, 0B0.0]
     """
     ranks, microbatches = _count("ranks", ranks), _count("microbatches", microbatches)
-    stages = None if stages is None else _count("stages", stages)
+    stages, slices = None if stages is None else _count("stages", stages), _count("slices", slices)
     entry = _entry(name)
     if memory is not None and not entry.limited:
         raise ScheduleError(f"{entry.name} has no memory=; leave it out, or take 'V'", rule="memory")
     if not entry.per_rank:
-        return _registered(entry, ranks, microbatches, stages)
+        made = _registered(entry, ranks, microbatches, stages)
+        return made if made.slices == slices else made.sliced(slices)
     count = _stages(entry, ranks, stages)
-    actions = 2 * max(count, ranks) * microbatches
+    actions = 2 * max(count, ranks) * microbatches * slices
     if actions > MOST_ACTIONS:
-        what = f"{max(count, ranks)} stages and {microbatches} microbatches are {actions:,} forwards and backwards"
+        cut = f" of {slices} slices" if slices > 1 else ""
+        what = f"{max(count, ranks)} stages and {microbatches} microbatches{cut} are {actions:,} forwards and backwards"
         rule = f"at most {MOST_ACTIONS:,} are allowed, which take gigabytes. Give fewer ranks or microbatches"
         raise ScheduleError(f"{what}; {rule}", rule="size")
     limits = {} if memory is None else {"memory": memory}
-    return entry.make(ranks, microbatches, count, **limits)
+    if entry.sliced:
+        return entry.make(ranks, microbatches, count, slices)
+    return entry.make(ranks, microbatches, count, **limits).sliced(slices)
 
 
-def schedule_from(source: Source, ranks: int, microbatches: int, stages: int | None = None) -> Schedule:
+def schedule_from(
+    source: Source, ranks: int, microbatches: int, stages: int | None = None, slices: int = 1
+) -> Schedule:
     """The schedule that ``source`` describes; not yet checked.
 
     ``source`` is a name for :func:`make_schedule`, the path of a file (see :func:`is_path`), a function
@@ -154,7 +178,7 @@ def schedule_from(source: Source, ranks: int, microbatches: int, stages: int | N
     if isinstance(source, PathLike) or (isinstance(source, str) and is_path(source)):
         return read_schedule(source)
     if isinstance(source, str):
-        return make_schedule(source, ranks, microbatches, stages)
+        return make_schedule(source, ranks, microbatches, stages, slices=slices)
     if not callable(source):
         known = "a name, a Schedule, a path to a CSV or a function (ranks, microbatches)"
         raise _refuse(f"schedule={source!r}; give {known}")

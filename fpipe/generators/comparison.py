@@ -17,7 +17,7 @@ from ..errors import ScheduleError
 from ..schedule import Schedule
 from ..schedules.costs import Costs
 from ..schedules.pictures.labels import number
-from .catalogue import make_schedule, schedule_names
+from .catalogue import make_schedule, orders_slices, schedule_names
 
 
 class Entry(NamedTuple):
@@ -53,12 +53,13 @@ def per_share(costs: Costs, schedule: Schedule) -> Costs:
 
 
 def compare(
-    ranks: int, microbatches: int, *, stages: int | None = None, costs: Costs | None = None,
+    ranks: int, microbatches: int, *, stages: int | None = None, costs: Costs | None = None, slices: int = 1,
     names: Sequence[str] | None = None, track: Callable[[Sequence[str]], Iterator[str]] = iter,
 ) -> tuple[list[Entry], list[str]]:  # fmt: skip
     """An entry for every named schedule that these counts allow, the least bubble first; and why others are left out.
 
-    ``names`` are all by default. ``track`` passes them on one by one, to show progress.
+    ``names`` are all by default. ``track`` passes them on one by one, to show progress. ``slices`` are those of the
+    schedules that order slices of sequences; with one they are 1F1B and ZB-H1.
 
     >>> entries, _ = compare(4, 8)
     >>> entries[0].name, entries[0].bubble, entries[0].total
@@ -67,8 +68,9 @@ def compare(
     entries, left_out = [], []
     with _no_collection():
         for name in track(schedule_names() if names is None else names):
+            cut = {"slices": slices} if slices > 1 and orders_slices(name) else {}
             try:
-                schedule = make_schedule(name, ranks, microbatches, stages).check()
+                schedule = make_schedule(name, ranks, microbatches, stages, **cut).check()
             except ScheduleError as error:
                 left_out.append(f"{name}: {str(error).splitlines()[0]}")
             else:

@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from ..errors import ScheduleError
 from ..schedule import Schedule
-from ..schedules.actions import Action, AnyAction, Fused, Op, Row, joined
+from ..schedules.actions import Action, AnyAction, Fused, Op, Row, Slice, joined
 from ..schedules.placement import Placement
 
 Tape: TypeAlias = Iterator[AnyAction]
@@ -33,14 +33,20 @@ def tape(stage: int | Iterable[int], op: Op, microbatches: Iterable[int]) -> Ite
     return map(Action._make, zip(stages, repeat(op), microbatches, strict=False))
 
 
-def tapes(stage: int, microbatches: int, *, small: bool = False) -> dict[str, Tape]:
+def tapes(stage: int, microbatches: int, *, small: bool = False, slices: int = 1) -> dict[str, Tape]:
     """One tape an op, each counting its own microbatches from 0, and X, which fuses the next F and B.
+
+    Slices of a microbatch go forwards in order, and backwards from the last one.
 
     >>> deal("FFBFBB", tapes(0, 3)), deal("FXB", tapes(0, 2))
     ((0F0, 0F1, 0B0, 0F2, 0B1, 0B2), (0F0, (0F1;0B0)OVERLAP_F_B, 0B1))
     """
     ops: Sequence[Op] = ("F", "B", "I", "W")
-    by_op = {op: tape(stage, op, range(microbatches)) for op in ops}
+    way = lambda op: range(slices) if op == "F" else range(slices - 1, -1, -1)
+    order = lambda op: range(microbatches) if slices == 1 else (
+        Slice(m, s, slices) for m in range(microbatches) for s in way(op)
+    )  # fmt: skip
+    by_op = {op: tape(stage, op, order(op)) for op in ops}
     by_letter: dict[str, Tape] = {**by_op, "X": fused(by_op["F"], by_op["B"])}
     return {letter.lower() if small else letter: tape for letter, tape in by_letter.items()}
 
@@ -127,7 +133,7 @@ def in_pairs(
     return Schedule(rows, placement, microbatches, name)
 
 
-def one_a_rank(name: str, patterns: Sequence[str], microbatches: int, stages: int) -> Schedule:
+def one_a_rank(name: str, patterns: Sequence[str], microbatches: int, stages: int, slices: int = 1) -> Schedule:
     """The schedule of ranks that hold one chunk each: one pattern a rank, and stage ``r`` on rank ``r``.
 
     With more stages than ranks each rank holds as many neighbours, run one after another as if they were one.
@@ -136,12 +142,12 @@ def one_a_rank(name: str, patterns: Sequence[str], microbatches: int, stages: in
     [0F0, 0F1, 0B0, 0B1]
     [1F0, 1B0, 1F1, 1B1]
     """
-    rows = tuple(deal(pattern, tapes(rank, microbatches)) for rank, pattern in enumerate(patterns))
+    rows = tuple(deal(pattern, tapes(rank, microbatches, slices=slices)) for rank, pattern in enumerate(patterns))
     per_rank = stages // len(patterns)
     home = tuple(stage // per_rank for stage in range(stages))
     if per_rank > 1:
         rows = tuple(_spread(row, per_rank) for row in rows)
-    return Schedule(rows, Placement((home,), len(patterns)), microbatches, name)
+    return Schedule(rows, Placement((home,), len(patterns)), microbatches, name, slices=slices)
 
 
 def _spread(row: Iterable[AnyAction], per_rank: int) -> Row:

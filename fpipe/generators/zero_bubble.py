@@ -30,7 +30,7 @@ def make_zb_h1(ranks: int, microbatches: int, stages: int) -> Schedule:
     [0F0, 0F1, 0I0, 0W0, 0F2, 0I1, 0W1, 0I2, 0W2]
     [1F0, 1I0, 1F1, 1I1, 1W0, 1F2, 1I2, 1W1, 1W2]
     """
-    patterns = [_pattern(microbatches, ranks - rank, lag=rank) for rank in range(ranks)]
+    patterns = [zero_bubble(microbatches, ranks - rank, lag=rank) for rank in range(ranks)]
     return one_a_rank("ZBH1", patterns, microbatches, stages)
 
 
@@ -41,11 +41,16 @@ def make_zb_h2(ranks: int, microbatches: int, stages: int) -> Schedule:
     [0F0, 0F1, 0F2, 0I0, 0W0, 0I1, 0W1, 0I2, 0W2]
     [1F0, 1I0, 1F1, 1I1, 1F2, 1I2, 1W0, 1W1, 1W2]
     """
-    patterns = [_pattern(microbatches, 2 * (ranks - rank) - 1, lag=2 * rank) for rank in range(ranks)]
+    patterns = [zero_bubble(microbatches, 2 * (ranks - rank) - 1, lag=2 * rank) for rank in range(ranks)]
     return one_a_rank("ZBH2", patterns, microbatches, stages)
 
 
-def _pattern(microbatches: int, warm_up: int, lag: int) -> str:
+def zero_bubble(microbatches: int, warm_up: int, lag: int) -> str:
+    """The pattern of a rank that runs I, W, F, I, W, F, ... after its first forwards, ``lag`` Ws behind.
+
+    >>> zero_bubble(3, warm_up=2, lag=1)
+    'FFIFIWIWW'
+    """
     first = min(microbatches, warm_up)
     steps = ["I" + "W" * (b >= lag) + "F" * (b < microbatches - first) for b in range(microbatches)]
     return "F" * first + "".join(steps) + "W" * min(lag, microbatches)
@@ -58,5 +63,5 @@ def make_interleaved_zero_bubble(ranks: int, microbatches: int, stages: int) -> 
     [0F0, 0F1, 2F0, 2F1, 2I0, 2W0, 2I1, 2W1, 0I0, 0W0, 0I1, 0W1]
     [1F0, 1F1, 3F0, 3I0, 3F1, 3I1, 3W0, 1I0, 3W1, 1I1, 1W0, 1W1]
     """
-    pattern = lambda rank, total, ahead: _pattern(total, ranks - rank + ahead, lag=rank)
+    pattern = lambda rank, total, ahead: zero_bubble(total, ranks - rank + ahead, lag=rank)
     return by_groups("InterleavedZeroBubble", pattern, ranks, microbatches, stages)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Action`` and ``Fused``, the elements of a schedule; ``Span``, ``Wait`` and ``Carried``, those of a timeline.
+"""``Action``, ``Slice`` and ``Fused``, the elements of a schedule; ``Span``, ``Wait`` and ``Carried``, of a timeline.
 
 Standard library only; nothing here knows tensors or order.
 
@@ -13,21 +13,81 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
+from ..errors import ScheduleError
+
 Op: TypeAlias = Literal["F", "B", "I", "W"]
+#: Slices of a microbatch where their number is not known, as of an action alone.
+MOST_SLICES = 1_000_000
+
+
+class Slice(int):
+    """The number of a slice of a microbatch, counted through the ``of`` slices of every microbatch.
+
+    It is that number, so that slices are compared and counted as microbatches are, and it prints as ``3.1``.
+
+    >>> Slice(3, 1, of=4), Slice(3, 1, of=4) == 13
+    (3.1, True)
+    """
+
+    of: int
+
+    def __new__(cls, microbatch: int, slice: int, of: int) -> Slice:
+        if not 0 <= slice < of:
+            raise ScheduleError(f"there is no slice {slice} of {of}; slices are counted from 0", rule="slices")
+        number = super().__new__(cls, microbatch * of + slice)
+        number.of = of
+        return number
+
+    @property
+    def microbatch(self) -> int:
+        """The number of the microbatch."""
+        return self // self.of
+
+    @property
+    def slice(self) -> int:
+        """The number of the slice within the microbatch."""
+        return self % self.of
+
+    def __str__(self) -> str:
+        return f"{self.microbatch}.{self.slice}"
+
+    __repr__ = __str__
+
+    def __reduce__(self) -> tuple[type[Slice], tuple[int, int, int]]:
+        return Slice, (self.microbatch, self.slice, self.of)
+
+
+def unit(number: int, slices: int) -> int:
+    """The unit of work with this number: a microbatch or, where these have slices, a slice of one.
+
+    >>> unit(13, 4), unit(13, 1)
+    (3.1, 13)
+    """
+    return number if slices == 1 else Slice(*divmod(number, slices), slices)
 
 
 class Action(NamedTuple):
-    """One piece of work: ``op`` of ``stage`` on ``microbatch``.
+    """One piece of work: ``op`` of ``stage`` on a microbatch, or on a slice of one.
 
-    >>> Action(3, "F", 0)
-    3F0
-    >>> Action(3, "F", 0).op
-    'F'
+    >>> Action(3, "F", 0), Action(3, "F", Slice(0, 1, of=2))
+    (3F0, 3F0.1)
+    >>> Action(3, "F", 0).op, Action(3, "F", Slice(7, 1, of=2)).whole
+    ('F', 7)
     """
 
     stage: int
     op: Op
-    microbatch: int
+    microbatch: int  #: its number; where microbatches have slices, a ``Slice``
+
+    @property
+    def whole(self) -> int:
+        """The number of the microbatch, also where it is one of its slices."""
+        return self.microbatch.microbatch if isinstance(self.microbatch, Slice) else self.microbatch
+
+    @property
+    def slice(self) -> int:
+        """The number of the slice within the microbatch; 0 where there are no slices."""
+        return self.microbatch.slice if isinstance(self.microbatch, Slice) else 0
 
     def __str__(self) -> str:
         return f"{self.stage}{self.op}{self.microbatch}"

@@ -5,9 +5,10 @@
     action       every cell is an action, or two or more fused ones
     range        stages and microbatches are counted from 0, as many as the schedule has
     placement    an action is on the rank of its stage and microbatch
-    count        each stage and microbatch has F once, and B once or I and W once
+    slices       all actions have slices or none, and those of a microbatch are on one rank
+    count        each stage and microbatch, or slice, has F once, and B once or I and W once
     fused        the parts of a fused action do not need each other
-    order        what an action needs from its own rank is before it
+    order        what an action needs from its own rank is before it; slices run forwards in order, backwards in reverse
     deadlock     no ranks wait for each other in a circle
 
 The last rule suffices even where a send blocks until it is received: without a circle there is an order of all actions
@@ -25,11 +26,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
+from operator import itemgetter
 from typing import NamedTuple, cast
 
 from ..errors import ScheduleError
-from .actions import Action, AnyAction, Fused, Row
-from .dependencies import RULE, Blocked, Fact, Walk, needs, provides, walk
+from .actions import Action, AnyAction, Fused, Row, Slice, unit
+from .dependencies import RULE, Blocked, Fact, Walk, needs, needs_slice, provides, walk
 from .placement import Placement
 from .text import counted
 
@@ -51,11 +53,12 @@ class Inspection(NamedTuple):
 
 def check_rows(
     rows: Sequence[Row], placement: Placement, microbatches: int, *, training: bool = True,
-    inspected: Inspection | None = None,
+    inspected: Inspection | None = None, slices: int = 1,
 ) -> None:  # fmt: skip
     """Raise ScheduleError at the first broken rule. ``training=False`` requires F alone.
 
-    ``inspected`` is the result of :func:`inspect_rows` for these rows, if it is known.
+    ``inspected`` is the result of :func:`inspect_rows` for these rows, if it is known. ``microbatches`` counts slices
+    where each microbatch has several.
 
     >>> rows = [(Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "B", 0), Action(1, "F", 0))]
     >>> check_rows(rows, Placement.loop(2), 1)
@@ -66,15 +69,17 @@ def check_rows(
         rank 1 | 1B0 1F0
                  ^^^
     """
-    seen, walked = inspected or inspect_rows(rows, placement, microbatches)
+    seen, walked = inspected or inspect_rows(rows, placement, microbatches, slices)
     complete = _TRAINED if training else _FORWARD
     if sum(map(seen.count, complete)) != placement.stages * microbatches:
-        raise _missing(rows, placement, microbatches, seen, complete)
+        raise _missing(rows, placement, (microbatches, slices), seen, complete)
     if walked.blocked:
         raise stuck(rows, placement.stages, walked)
+    if slices > 1:
+        _check_slices(rows)
 
 
-def inspect_rows(rows: Sequence[Row], placement: Placement, microbatches: int) -> Inspection:
+def inspect_rows(rows: Sequence[Row], placement: Placement, microbatches: int, slices: int = 1) -> Inspection:
     """Check the first three rules, and that no action occurs twice; walk the rows. Actions may be missing, or blocked.
 
     >>> rows = [(Action(0, "F", 0), Action(0, "B", 0), Action(0, "F", 1))]
@@ -86,13 +91,19 @@ def inspect_rows(rows: Sequence[Row], placement: Placement, microbatches: int) -
         raise ScheduleError(f"{what}; give one row of actions per rank", rule="placement")
     actions = sum(map(len, rows))
     if placement.stages * microbatches > 100_000 + 100 * actions:  # tables of all facts would be mostly empty
-        what = f"{actions} actions cannot fill {placement.stages} stages times {microbatches} microbatches"
+        units = f"{microbatches // slices} microbatches" + (f" of {slices} slices" if slices > 1 else "")
+        what = f"{actions} actions cannot fill {placement.stages} stages times {units}"
         remedy = "number both from 0 without gaps, and give each of them its actions"
         raise ScheduleError(f"{what}; {remedy}", rule="count")
     try:
+        cut = slices > 1 or any(Slice in set(map(type, map(itemgetter(2), _flat(row)))) for row in rows)
+        if cut and (fault := _slice_fault(rows, placement, slices)):
+            raise fault
         seen = _tally(rows, placement, microbatches)
+    except ScheduleError:
+        raise
     except (TypeError, ValueError, KeyError, IndexError, AttributeError):  # the others: a cell that is not an action
-        raise _invalid_cell(rows, placement, microbatches) from None
+        raise _invalid_cell(rows, placement, microbatches, slices) from None
     return Inspection(seen, walk(rows, placement.stages, microbatches))
 
 
@@ -124,13 +135,48 @@ def _flat(row: Row) -> Sequence[Action]:
     return cells
 
 
+def _slice_fault(rows: Sequence[Row], placement: Placement, slices: int) -> ScheduleError | None:
+    """An action without a slice where others have some, or slices of a microbatch on several paths."""
+    for rank, position, cell in _cells(rows):
+        for part in cell.parts:
+            at = part.microbatch
+            if (at.of if isinstance(at, Slice) else 1) != slices:
+                has = f"{part} has {f'{at.of} slices' if isinstance(at, Slice) else 'no slice'}"
+                remedy = "give all actions slices of one number, as in 2F3.1, or none"
+                return _fault(rows, rank, position, f"{has}, where others have {slices}; {remedy}", "slices")
+            if placement.path_index(at) != placement.path_index(at - part.slice):
+                what = f"the slices of microbatch {part.whole} are on several ranks; put them on those of the first"
+                return _fault(rows, rank, position, what, "slices")
+    return None
+
+
+def _check_slices(rows: Sequence[Row]) -> None:
+    """Raise where a slice runs before the one of the same stage and microbatch that it needs."""
+    for rank, row in enumerate(rows):
+        at = {fact: (position, part) for position, cell in enumerate(row) for part in cell.parts
+              for fact in provides(part)}  # fmt: skip
+        for position, cell in enumerate(row):
+            for part in cell.parts:
+                fact = needs_slice(part)
+                if fact is None or fact not in at or at[fact][0] < position:
+                    continue
+                there, source = at[fact]
+                if there == position:
+                    what = f"{part} needs {source}, and parts of a fused action may not need each other; run them apart"
+                    raise _fault(rows, rank, position, what, "fused")
+                way = "forwards run in the order of slices" if part.op == "F" else "backwards run from the last slice"
+                lack = f"{_FACTS[fact.kind]} of {source}, which stands later on this rank, at position {there}"
+                raise _fault(rows, rank, position, f"it needs {lack}; {way}: move {source} before it", "order",
+                             (rank, there))  # fmt: skip
+
+
 def _cells(rows: Sequence[Row]) -> Iterator[tuple[int, int, AnyAction]]:
     """(rank, position, cell) of every cell."""
     return ((rank, position, cell) for rank, row in enumerate(rows) for position, cell in enumerate(row))
 
 
 # ---- the slow pass: the place of the fault, and its remedy -----------------------------------------------------------
-def _invalid_cell(rows: Sequence[Row], placement: Placement, microbatches: int) -> ScheduleError:
+def _invalid_cell(rows: Sequence[Row], placement: Placement, microbatches: int, slices: int) -> ScheduleError:
     first: dict[tuple[int, int], list[tuple[Action, int, int]]] = defaultdict(list)
     for rank, position, cell in _cells(rows):
         fault = partial(_fault, rows, rank, position)
@@ -140,6 +186,8 @@ def _invalid_cell(rows: Sequence[Row], placement: Placement, microbatches: int) 
             stage, op, mb = part
             for what, number, count in (("stage", stage, placement.stages), ("microbatch", mb, microbatches)):
                 if not 0 <= number < count:
+                    if what == "microbatch" and slices > 1:
+                        number, count = number // slices, count // slices
                     has = f"the schedule has {counted(count, what)}, counted from 0"
                     return fault(f"there is no {what} {number}; {has}", "range")
             if (home := placement.rank_of(stage, mb)) != rank:
@@ -177,10 +225,12 @@ def _clash(part: Action, other: Action, rank: int, position: int) -> str:
 
 
 def _missing(
-    rows: Sequence[Row], placement: Placement, microbatches: int, seen: bytearray, complete: tuple[int, ...]
+    rows: Sequence[Row], placement: Placement, counts: tuple[int, int], seen: bytearray, complete: tuple[int, ...]
 ) -> ScheduleError:
+    """``counts`` are those of microbatches, or slices of all, and of slices of one."""
     index = next(index for index, bits in enumerate(seen) if bits not in complete)
-    stage, mb = divmod(index, microbatches)
+    stage, number = divmod(index, counts[0])
+    mb = unit(number, counts[1])
     rank = placement.rank_of(stage, mb)
     present = [(i, p.op) for i, cell in enumerate(rows[rank]) for p in cell.parts if p[::2] == (stage, mb)]
     position = present[0][0] if present else None
@@ -193,7 +243,8 @@ def _missing(
         1 | 4: (f"{stage}W{mb}", f" after {stage}I{mb}"),
         1 | 8: (f"{stage}I{mb}", f" before {stage}W{mb}"),
     }.get(seen[index], (f"{stage}F{mb}", ""))
-    what = f"{lack} is nowhere, but every stage needs it for every microbatch; put it on rank {rank}{remedy}"
+    each = "slice" if counts[1] > 1 else "microbatch"
+    what = f"{lack} is nowhere, but every stage needs it for every {each}; put it on rank {rank}{remedy}"
     return _fault(rows, rank, position, what, "count")
 
 

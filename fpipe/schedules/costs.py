@@ -40,7 +40,8 @@ class Costs:
     frees the rest. So F adds ``saved``, I adds ``kept - saved``, W adds ``-kept`` and B ``-saved``.
 
     Microbatches may differ, one number for each: ``load`` multiplies the times of its actions, and ``size`` the bytes
-    that it saves, keeps and sends.
+    that it saves, keeps and sends. Where microbatches have slices, a slice has an equal share of them, and ``load`` and
+    ``size`` may have one number for each slice of every microbatch: later slices of causal attention take longer.
 
     >>> Costs(F=1, I=[1, 2], W=0.5)
     Costs(F=1.0, I=(1.0, 2.0), W=0.5)
@@ -161,6 +162,19 @@ class Costs:
         """
         size, width = (self.spread(name, stages - 1) for name in ("boundary", "bandwidth"))
         return tuple(s / w for s, w in zip(size, width, strict=True))
+
+    def of_units(self, name: str, count: int, slices: int) -> tuple[float, ...]:
+        """The factor ``name`` for each of ``count`` microbatches, or slices of microbatches.
+
+        >>> Costs(load=[1, 3]).of_units("load", 4, slices=2), Costs(load=[1, 3, 1, 3]).of_units("load", 4, slices=2)
+        ((0.5, 0.5, 1.5, 1.5), (0.5, 1.5, 0.5, 1.5))
+        """
+        value = getattr(self, name)
+        if slices == 1 or not isinstance(value, tuple) or len(value) == count:
+            factors = self.spread(name, count)
+        else:
+            factors = tuple(factor for factor in self.spread(name, count // slices) for _ in range(slices))
+        return factors if slices == 1 else tuple(factor / slices for factor in factors)
 
     def spread(self, name: str, count: int) -> tuple[float, ...]:
         """The cost ``name`` for each of ``count`` stages, boundaries between stages, or microbatches."""

@@ -3,7 +3,8 @@
 
 This is the only file that knows which action must come before which: the table ``RULE``. The checker, the simulator,
 the lowering, the pictures and the tests all read it, by :func:`needs` and :func:`provides` or, for millions of
-actions, by the offsets that :class:`Facts` derives from it. It knows nothing of time, placement or counts.
+actions, by the offsets that :class:`Facts` derives from it. It knows nothing of time, placement or counts. Where
+microbatches have slices, what is said of microbatches here holds for slices, counted through all microbatches.
 
 A walk numbers facts by integers: fact ``(kind, stage, microbatch)`` is the index
 ``(kind * (stages + 2) + stage + 1) * microbatches + microbatch``. The two extra stages, one before the first and one
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-from .actions import Action, Row
+from .actions import Action, Row, Slice, unit
 
 Kind: TypeAlias = Literal["F", "I", "W"]
 
@@ -31,6 +32,12 @@ RULE: dict[str, tuple[tuple[Kind, ...], tuple[tuple[Kind, int], ...]]] = {
     "B": (("I", "W"), (("F", 0), ("I", +1))),
 }
 _KINDS: tuple[Kind, ...] = ("F", "I", "W")
+
+
+#: op -> what it needs besides of its own stage, where microbatches have slices: a fact and the offset of the slice. The
+#: state of a sequence goes from each slice to the next, and its gradient back. All slices of a microbatch are on one
+#: rank, so this concerns the order within a row alone.
+SLICE_RULE: dict[str, tuple[Kind, int]] = {"F": ("F", -1), "I": ("I", +1), "B": ("I", +1)}
 
 
 class Fact(NamedTuple):
@@ -51,7 +58,7 @@ def provides(action: Action) -> tuple[Fact, ...]:
 
 
 def needs(action: Action, stages: int) -> tuple[Fact, ...]:
-    """The facts that ``action`` needs before it can run, in a model of ``stages`` stages.
+    """The facts that ``action`` needs before it can run, in a model of ``stages`` stages; without other slices.
 
     >>> needs(Action(2, "I", 5), stages=4)
     (Fact(kind='F', stage=2, microbatch=5), Fact(kind='I', stage=3, microbatch=5))
@@ -60,6 +67,19 @@ def needs(action: Action, stages: int) -> tuple[Fact, ...]:
     """
     stage, mb = action.stage, action.microbatch
     return tuple(Fact(kind, stage + by, mb) for kind, by in RULE[action.op][1] if 0 <= stage + by < stages)
+
+
+def needs_slice(action: Action) -> Fact | None:
+    """The fact of another slice that ``action`` needs.
+
+    >>> needs_slice(Action(2, "F", Slice(3, 1, of=2))), needs_slice(Action(2, "F", Slice(3, 0, of=2)))
+    (Fact(kind='F', stage=2, microbatch=3.0), None)
+    """
+    at = action.microbatch
+    if not isinstance(at, Slice) or action.op not in SLICE_RULE:
+        return None
+    kind, by = SLICE_RULE[action.op]
+    return Fact(kind, action.stage, unit(at + by, at.of)) if 0 <= at.slice + by < at.of else None
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ class Placement:
     """Which rank runs each stage, for each microbatch.
 
     ``paths[k][s]`` is the rank that runs stage ``s`` for the microbatches of route ``k``; ``route[m]`` is the path
-    of microbatch ``m``. With one path the route is empty, and each stage is on one rank. A stage that is on different
-    ranks in different paths has replicas (DualPipe, Chimera). Paths that no microbatch takes are removed, and the
-    others are sorted by the first microbatch that takes them, so that equal placements compare equal.
+    of microbatch ``m``, or of slice ``m`` of all. With one path the route is empty, and each stage is on one rank. A
+    stage that is on different ranks in different paths has replicas (DualPipe, Chimera). Paths that no microbatch takes
+    are removed, and the others are sorted by the first microbatch that takes them, so that equal placements compare
+    equal.
 
     >>> Placement.v(2)
     Placement(0: [0, 3], 1: [1, 2])
@@ -154,6 +155,14 @@ class Placement:
     def ranks_of(self, stage: int) -> tuple[int, ...]:
         """All ranks of ``stage``, in path order, each once."""
         return tuple(dict.fromkeys(path[stage] for path in self.paths))
+
+    def sliced(self, slices: int) -> Placement:
+        """The placement of the slices of microbatches: all slices of a microbatch take its path.
+
+        >>> Placement.bidirectional(2, 2, up=[1]).sliced(2).route
+        (0, 0, 1, 1)
+        """
+        return Placement(self.paths, self.ranks, tuple(k for k in self.route for _ in range(slices)))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that ``rank`` holds, ascending."""

@@ -34,15 +34,17 @@ class _Step(NamedTuple):
 
 def simulate_rows(
     rows: tuple[Row, ...], placement: Placement, microbatches: int, costs: Costs, *, name: str = "",
-    walked: Walk | None = None,
+    walked: Walk | None = None, slices: int = 1,
 ) -> Timeline:  # fmt: skip
     """The timeline of these rows. ``walked`` is their walk, if it is known; then they have been checked.
+
+    ``microbatches`` counts slices where each microbatch has several; costs are those of whole microbatches.
 
     >>> rows = ((Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "F", 0), Action(1, "B", 0)))
     >>> simulate_rows(rows, Placement.loop(2), 1, Costs(comm=0.5)).total
     7.0
     """
-    walked, stages = walked or inspect_rows(rows, placement, microbatches).walk, placement.stages
+    walked, stages = walked or inspect_rows(rows, placement, microbatches, slices).walk, placement.stages
     if walked.blocked:
         raise stuck(rows, stages, walked)
     facts = Facts(stages, microbatches)
@@ -50,7 +52,7 @@ def simulate_rows(
     steps = [by_path[placement.path_index(microbatch)] for microbatch in range(microbatches)]
     starts, ends, causes = (tuple(array(code) for _ in rows) for code in "ddq")
     carried: list[list[Carried]] = [[] for _ in rows]
-    load, size = (costs.spread(name, microbatches) for name in ("load", "size"))
+    load, size = (costs.of_units(name, microbatches, slices) for name in ("load", "size"))
     larger = [factor - 1 for factor in size]
     arrivals = [0.0] * facts.size
     clocks = [0.0] * len(rows)
@@ -74,7 +76,7 @@ def simulate_rows(
             begin(clock)
             cause(waited)
             if overlap is not None:
-                length, beside = _overlapped(overlap, action, length, clock)
+                length, beside = _overlapped(overlap, action, length, clock, slices)
                 carried[rank] += beside
             clock += length
             end(clock)
@@ -89,11 +91,11 @@ def simulate_rows(
 
 
 def _overlapped(
-    overlap: Predict | Sequence[float], action: AnyAction, length: float, start: float
+    overlap: Predict | Sequence[float], action: AnyAction, length: float, start: float, slices: int
 ) -> tuple[float, Sequence[Carried]]:
     """The time of an action where overlap has a cost, and what its rank's link carries meanwhile."""
     if not callable(overlap):
-        return (length if len(action.parts) == 1 else overlap[action.parts[0].stage]), ()
+        return (length if len(action.parts) == 1 else overlap[action.parts[0].stage] / slices), ()
     predicted = overlap(action)
     if isinstance(predicted, Beside):
         return predicted.time, [Carried(start + begin, start + end, what) for begin, end, what in predicted.carried]

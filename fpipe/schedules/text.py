@@ -5,6 +5,7 @@ The readers are strict: every character of a cell belongs to an action, or a ``S
 the expected text; no text raises another exception. ``check`` validates the actions together.
 
     [0F0, 0F1, (0F2;3B0)OVERLAP_F_B]      brackets: what str(schedule) writes, blank lines ignored
+    [0F0.0, 0F0.1, 0B0.1, 0B0.0]          slices of microbatches, which torch.distributed.pipelining does not know
     0F0,0F1,(0F2;3B0)OVERLAP_F_B          CSV: what torch.distributed.pipelining reads and writes; its empty cells,
                                           communication and sharding actions are dropped, a blank line is an idle rank
 """
@@ -12,13 +13,13 @@ the expected text; no text raises another exception. ``check`` validates the act
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..errors import ScheduleError
-from .actions import Action, AnyAction, Fused, Row
+from .actions import MOST_SLICES, Action, AnyAction, Fused, Row, Slice, joined, unit
 
 _NUMBER = "(0|[1-9][0-9]{0,5})"
-_ACTION = re.compile(f"{_NUMBER}([FBIW]){_NUMBER}")
+_ACTION = re.compile(f"{_NUMBER}([FBIW]){_NUMBER}(?:[.]{_NUMBER})?")
 #: what the lowering of torch.distributed.pipelining adds; ours adds its own
 _DROPPED = re.compile(
     f"{_NUMBER}(?:(?:WAIT_SEND|SEND|RECV)_[FB]{_NUMBER}|(?:UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)(?:{_NUMBER})?)"
@@ -26,7 +27,7 @@ _DROPPED = re.compile(
 _FUSED_END = ")OVERLAP_F_B"
 _BLANK = " \t"
 _MOST_RANKS = 100_000
-_EXPECTED = "an action such as 2F0 (stage, one of F B I W, microbatch) or (2F1;3B0)OVERLAP_F_B"
+_EXPECTED = "an action such as 2F0 (stage, one of F B I W, microbatch), 2F0.1 (its slice) or (2F1;3B0)OVERLAP_F_B"
 
 
 def counted(count: int, what: str) -> str:
@@ -83,7 +84,7 @@ def parse_rows(text: str, track: Callable[[list[str]], Iterable[str]] = iter) ->
             raise place.error(end, end + 1, "a ']' that closes the actions of the rank", "the end of the line")
         inside = body[1:-1]
         rows.append(tuple(_cells(inside, place, start + 1, csv=False)) if inside.strip(_BLANK) else ())
-    return tuple(rows)
+    return _counted_slices(rows)
 
 
 def parse_csv(text: str, track: Callable[[list[str]], Iterable[str]] = iter) -> tuple[Row, ...]:
@@ -96,7 +97,21 @@ def parse_csv(text: str, track: Callable[[list[str]], Iterable[str]] = iter) -> 
     if lines[-1] == "":
         lines.pop()
     places = (_Place(line, number, number - 1) for number, line in enumerate(track(lines), 1))
-    return tuple(tuple(_cells(place.line, place, 0, csv=True)) for place in places)
+    return _counted_slices([tuple(_cells(place.line, place, 0, csv=True)) for place in places])
+
+
+def _counted_slices(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """The rows with the number of slices of a microbatch that they have in all."""
+    numbers = (part.microbatch for row in rows for cell in row for part in cell.parts)
+    most = max((number.slice + 1 for number in numbers if isinstance(number, Slice)), default=0)
+    if not most:
+        return tuple(rows)
+
+    def counted(part: Action) -> Action:
+        at = part.microbatch
+        return part._replace(microbatch=unit(at.microbatch * most + at.slice, most)) if isinstance(at, Slice) else part
+
+    return tuple(tuple(joined([counted(part) for part in cell.parts]) for cell in row) for row in rows)
 
 
 def _lines(text: str) -> list[str]:
@@ -147,7 +162,9 @@ def _cells(text: str, place: _Place, column: int, *, csv: bool) -> Iterator[AnyA
 
 
 def _action(match: re.Match[str]) -> Action:
-    return Action._make((int(match[1]), match[2], int(match[3])))
+    stage, op, microbatch, part = match.groups()
+    at = int(microbatch) if part is None else Slice(int(microbatch), int(part), MOST_SLICES)
+    return Action._make((int(stage), op, at))
 
 
 def _fused(word: str, place: _Place, column: int, position: int) -> Fused:
@@ -179,7 +196,7 @@ def _bad(word: str, place: _Place, column: int, position: int) -> ScheduleError:
     hints = {
         "only compute here (lowering adds communication)": _DROPPED.fullmatch(word),
         "a number of at most 6 digits": re.search("[0-9]{7}", word[:60]),
-        "a number without leading zeros": re.match("0[0-9]|[0-9]+[FBIW]0[0-9]", word),
+        "a number without leading zeros": re.match("0[0-9]|[0-9]+[FBIW](?:0[0-9]|[0-9]+[.]0[0-9])", word),
     }
     expected = next((hint for hint, applies in hints.items() if applies), _EXPECTED)
     return place.error(column, end, expected, word, position)

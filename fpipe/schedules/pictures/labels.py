@@ -47,7 +47,8 @@ def held(amount: float, unit: str) -> str:
 def title(scene: Scene) -> str:
     """``ZBV: 4 ranks, 8 microbatches``."""
     name = scene.name or "schedule"
-    return f"{name}: {counted(len(scene.lanes), 'rank')}, {counted(scene.microbatches, 'microbatch')}"
+    slices = f" of {counted(scene.slices, 'slice')}" if scene.slices > 1 else ""
+    return f"{name}: {counted(len(scene.lanes), 'rank')}, {counted(scene.microbatches, 'microbatch')}{slices}"
 
 
 def time(value: float, scene: Scene) -> str:

@@ -132,7 +132,12 @@ class Scene:
     @cached_property
     def microbatches(self) -> int:
         """The number of microbatches in the bars."""
-        return max((part.microbatch for part in self._parts()), default=-1) + 1
+        return max((part.whole for part in self._parts()), default=-1) + 1
+
+    @cached_property
+    def slices(self) -> int:
+        """The number of slices of a microbatch."""
+        return max((part.slice for part in self._parts()), default=0) + 1
 
     @cached_property
     def cell(self) -> float:
@@ -142,10 +147,11 @@ class Scene:
         return lengths[len(lengths) // 20] if lengths else 1.0
 
     @cached_property
-    def _short(self) -> set[tuple[int, Op, int]]:
-        """(digits of the stage, op, digits of the microbatch) of the bars that are about as short as ``cell``."""
+    def _short(self) -> set[tuple[int, Op, int, int]]:
+        """(digits of the stage, op, digits of the microbatch, letters of the slice) of the bars that are about as short
+        as ``cell``."""
         return {
-            (len(str(part.stage)), part.op, len(str(part.microbatch)))
+            (len(str(part.stage)), part.op, len(str(part.whole)), len(str(part.microbatch)) - len(str(part.whole)))
             for lane in self.lanes
             for bar in lane.bars
             if bar.end - bar.start < 1.5 * self.cell
@@ -158,7 +164,11 @@ class Scene:
 
     def short_names(self, detail: int) -> set[str]:
         """Names as long as those of the short bars, to see whether they fit; at least one."""
-        return {name(Action(8 * 10 ** (s - 1), op, 8 * 10 ** (m - 1)), detail) for s, op, m in self._short} or {""}
+        longest = lambda digits: 8 * 10 ** (digits - 1)
+        return {
+            name(Action(longest(s), op, longest(m)), detail) + ("." + "8" * (cut - 1) if cut and detail else "")
+            for s, op, m, cut in self._short
+        } or {""}
 
 
 def name(part: Action, detail: int) -> str:

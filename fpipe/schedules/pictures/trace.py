@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ...errors import FpipeError
-from ..actions import Action, Carried, Span, Wait, joined
+from ..actions import MOST_SLICES, Action, Carried, Slice, Span, Wait, joined
 from ..files import read_bytes
 from .scene import Drawable, Scene
 
 Event: TypeAlias = dict[str, Any]
 
 _SCALE = {"s": 1e6, "ms": 1e3, "us": 1.0}
-_PART = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
+_PART = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})(?:[.]([0-9]{1,6}))?")
 _VERSION = 1
 MOST_BYTES = 256 << 20  #: of a file that is read
 _HEAD = b'{"otherData":{"fpipe":'
@@ -161,4 +161,6 @@ def _part(text: str) -> Action:
     match = _PART.fullmatch(text)
     if not match:
         raise ValueError(f"{text!r} is no action")
-    return Action._make((int(match[1]), match[2], int(match[3])))
+    stage, op, microbatch, part = match.groups()
+    at = int(microbatch) if part is None else Slice(int(microbatch), int(part), MOST_SLICES)
+    return Action._make((int(stage), op, at))

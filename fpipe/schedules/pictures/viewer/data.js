@@ -38,8 +38,8 @@ function colours(lane, palette) {
 
 function partsOf(lane, index) {
   return lane.parts[index] ??= lane.names[index].split(";").map((name) => {
-    const [, stage, op, microbatch] = name.match(/^(\d+)([FBIW])(\d+)$/);
-    return {name, stage: +stage, op, microbatch: +microbatch};
+    const [, stage, op, microbatch] = name.match(/^(\d+)([FBIW])([\d.]+)$/);
+    return {name, stage: +stage, op, microbatch};
   });
 }
 
@@ -69,11 +69,11 @@ function heldAt(lane, time) {
   return low ? lane.held[low - 1] : 0;
 }
 
-// `3F2`, `F2` (any stage), `3F` (any microbatch), `W` (all): every bar with such a part, in order of time.
+// `3F2`, `F2` (any stage), `F2.1` (a slice), `3F` (any microbatch), `W` (all): every bar with such a part, in order of time.
 function find(scenes, query) {
-  const asked = query.trim().toUpperCase().match(/^(\d*)([FBIW])(\d*)$/);
+  const asked = query.trim().toUpperCase().match(/^(\d*)([FBIW])([\d.]*)$/);
   if (!asked) return null;
-  const wanted = new RegExp(`(^|;)${asked[1] || "\\d+"}${asked[2]}${asked[3] || "\\d+"}(;|$)`);
+  const wanted = new RegExp(`(^|;)${asked[1] || "\\d+"}${asked[2]}${asked[3].replace(".", "[.]") || "[\\d.]+"}(;|$)`);
   const found = [];
   scenes.forEach((scene, s) => scene.lanes.forEach((lane, rank) => lane.names.forEach((name, index) => {
     if (wanted.test(name)) found.push({scene: s, rank, index, start: lane.start[index]});

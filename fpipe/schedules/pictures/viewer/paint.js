@@ -157,7 +157,7 @@ function paintBars(pen, lane, scene, first, last, y, row, view, state) {
       pen.fillRect(a, top, wide, high);
       if (wide < 8 || dim || high < 9) continue;
       const part = partsOf(lane, k)[p];
-      const label = detail === 0 ? part.name : detail === 1 ? part.op + part.microbatch : String(part.microbatch);
+      const label = detail === 0 ? part.name : detail === 1 ? part.op + part.microbatch : part.microbatch;
       const letters = fused ? Math.min(size, high) : size;
       if (widthOf(pen, label) * letters > wide) continue;
       if (fused) pen.font = `${letters}px ${FONT}`;
