@@ -22,12 +22,18 @@ from . import options
 @options.costs_option
 @options.per_option
 @click.option("-o", "--out", multiple=True, metavar="FILE", type=click.Path(dir_okay=False),
-              help="Write .svg, .png, .html, .json, .txt.")  # fmt: skip
-@click.option("--width", metavar="N", type=options.Count(), help="Columns of text.  [default: the terminal's]")
+              help="Write .svg, .png, .pdf, .html, .json, .txt.")  # fmt: skip
+@click.option("--width", metavar="N", type=options.Count(),
+              help="Columns of text, or pixels of a picture.  [default: the terminal's; or as needed]")  # fmt: skip
+@click.option("--memory/--no-memory", default=True, help="What ranks hold, below their lanes.  [default: memory]")
+@click.option("--critical", is_flag=True, help="A line through the actions on which the total depends.")
+@click.option("--messages", is_flag=True, help="A line for every message between ranks.")
+@click.option("--dark/--light", default=None, help="The paper of pictures.  [default: the reader's, or light]")
 @click.option("--color/--no-color", default=None, help="Colours.  [default: where the output is a terminal]")
 def draw(
     schedules: tuple[str, ...], ranks: int | None, microbatches: int | None, stages: int | None, slices: int,
-    costs: str, per: str, out: tuple[str, ...], width: int | None, color: bool | None,
+    costs: str, per: str, out: tuple[str, ...], width: int | None, memory: bool, critical: bool, messages: bool,
+    dark: bool | None, color: bool | None,
 ) -> None:  # fmt: skip
     """Draw schedules by name or from files; SCHEDULE is either.
 
@@ -50,7 +56,7 @@ def draw(
         with options.as_usage_error():  # costs for another number of stages
             timelines = [s.simulate(options.priced(price, s, per, alone=len(valid) == 1)) for s in valid]
         for path in out:
-            pictures.save(timelines, path)
+            pictures.save(timelines, path, pictures.Look(memory, critical, messages, dark, width))
         text = "" if out else pictures.draw(timelines, width=width, color=color)
     for path in out:
         click.echo(f"wrote {path} ({_size(path)})")

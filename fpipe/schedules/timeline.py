@@ -264,9 +264,31 @@ class Timeline:
         """The timeline as text: a line per rank, as wide as the terminal, coloured where it is one."""
         return pictures.draw(self, width=width, color=color)
 
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write a picture: ``.svg``, ``.png``, ``.html`` or ``.json`` (a trace for Perfetto and Chrome)."""
-        pictures.save(self, path)
+    def save(
+        self, path: str | PathLike[str], *, memory: bool = True, critical: bool = False, messages: bool = False,
+        dark: bool | None = None, width: float | None = None,
+    ) -> None:  # fmt: skip
+        """Write a picture: ``.svg``, ``.png``, ``.pdf``, ``.html``, ``.txt`` or ``.json`` (a trace for Perfetto).
+
+        Args:
+            path: The file; its suffix selects the format.
+            memory: Draw below each lane what its rank holds.
+            critical: Draw a line through the actions on which the total depends.
+            messages: Draw a line for every message between ranks.
+            dark: Draw for dark paper. By default, ``.svg`` and ``.html`` follow their reader and others are light.
+            width: The width in pixels. By default it follows from the number of actions.
+
+        Raises:
+            FpipeError: The suffix is not known, or Pillow is missing for ``.png``.
+
+        >>> import pathlib, tempfile
+        >>> from fpipe.generators import make_schedule
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "zbv.svg")
+        >>> make_schedule("ZBV", 4, 8).simulate().save(path, critical=True, width=390)
+        >>> path.read_text()[:4]
+        '<svg'
+        """
+        pictures.save(self, path, pictures.Look(memory, critical, messages, dark, width))
 
 
 def _changes(row: Row) -> Iterator[int]:

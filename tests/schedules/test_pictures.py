@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sys
+import zlib
 from io import BytesIO
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import dist
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from fpipe.generators import make_schedule
 from fpipe.schedules import pictures
 from fpipe.schedules.actions import Action, AnyAction, Fused
 from fpipe.schedules.costs import Costs
-from fpipe.schedules.pictures import colours, png, terminal
+from fpipe.schedules.pictures import Look, colours, dense, idle, pdf, png, terminal
 from fpipe.schedules.pictures import page as layout
 from fpipe.schedules.pictures.scene import _steps, scenes
 from fpipe.schedules.pictures.text_width import text_width
@@ -91,11 +92,12 @@ def seen(colour: str, vision: str) -> tuple[float, float, float]:
 
 @pytest.mark.parametrize("vision", VISIONS)
 @pytest.mark.parametrize("shades", [1, 2, 4])
-def test_kinds_of_work_stay_apart_for_colour_blind_eyes(vision: str, shades: int):
+@pytest.mark.parametrize("dark", [False, True])
+def test_kinds_of_work_stay_apart_for_colour_blind_eyes(vision: str, shades: int, dark: bool):
     for a, b in combinations("FBIW", 2):
         for j in range(shades):
             for k in range(shades):
-                one, two = colours.fill(a, j, shades), colours.fill(b, k, shades)
+                one, two = colours.fill(a, j, shades, dark), colours.fill(b, k, shades, dark)
                 assert dist(seen(one, vision), seen(two, vision)) > 20, (a, j, b, k)
 
 
@@ -104,10 +106,27 @@ def test_shades_of_one_kind_differ_and_letters_can_be_read(shades: int):
     for op in "FBIW":
         fills = [colours.fill(op, k, shades) for k in range(shades)]
         assert all(dist(colours.lab(a), colours.lab(b)) > 6 for a, b in combinations(fills, 2))
+        fills += [colours.fill(op, k, shades, dark=True) for k in range(shades)]
         for ground in fills:
             low, high = sorted((colours.luminance(ground), colours.luminance(colours.ink(ground))))
             assert (high + 0.05) / (low + 0.05) >= 4.5, ground
     assert len({colours.of_256(colours.fill(op, k, 2)) for op in "FBIW" for k in range(2)}) == 8
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_work_can_be_seen_on_its_paper_and_idle_time_beside_work(dark: bool):
+    """W was dark teal on dark grey: a contrast of 1.9."""
+    fills = colours.palette(2, dark)
+    light = lambda key: colours.luminance(fills[key]) + 0.05
+    work = [f"{op}{k}" for op in "FBIW" for k in range(2)]
+    if dark:
+        assert min(light(key) / light("paper") for key in work) >= 3
+    for vision in VISIONS:
+        apart = [dist(seen(fills[a], vision), seen(fills[b], vision)) for a in work for b in idle.CAUSES]
+        assert min(apart) > 9
+        causes = [dist(seen(fills[a], vision), seen(fills[b], vision)) for a, b in combinations(idle.CAUSES, 2)]
+        assert min(causes) > 4, (vision, causes)
+    assert light("faint") / light("paper") >= 4.5 or light("paper") / light("faint") >= 4.5
 
 
 # ---- terminal -------------------------------------------------------------------------------------------------------
@@ -265,7 +284,8 @@ def test_svg_has_a_rectangle_for_every_part(name: str, tmp_path: Path):
     t = timeline(name, costs="overlap=3")
     pictures.save(t, tmp_path / "a.svg")
     root = ElementTree.fromstring((tmp_path / "a.svg").read_text(encoding="utf-8"))
-    bars = [rect for rect in root.iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None]
+    hinted = [rect for rect in root.iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None]
+    bars = [rect for rect in hinted if not rect.find(f"{SVG}title").text.startswith("idle")]  # type: ignore[union-attr]
     assert len(bars) == sum(len(span.action.parts) for span in t)
     hints = {rect.find(f"{SVG}title").text for rect in bars}  # type: ignore[union-attr]
     assert {hint.partition(":")[0] for hint in hints if hint} == {str(span.action) for span in t}
@@ -284,7 +304,9 @@ def test_svg_places_are_times_and_hints_tell_what_was_waited_for(tmp_path: Path)
     start = at["0F0: 0 to 2"]
     unit = (at["0F1: 2 to 4"] - start) / 2
     assert at["1F0: 3 to 4, waited 3 for 0F0 of rank 0"] - start == pytest.approx(3 * unit, abs=0.05)
-    ticks = {text.text: float(text.attrib["x"]) for text in root.iter(f"{SVG}text") if "text-anchor" in text.attrib}
+    ticks = {
+        text.text: float(text.attrib["x"]) for text in root.iter(f"{SVG}text") if text.attrib["class"] == "faint m"
+    }
     assert at["0F1: 2 to 4"] == pytest.approx(ticks["2"], abs=0.6)
 
 
@@ -293,6 +315,148 @@ def test_svg_escapes_names(tmp_path: Path):
     toy.name = toy.unit = "<&>\x00\"'"
     pictures.save(toy, tmp_path / "a.svg")
     ElementTree.parse(tmp_path / "a.svg")
+
+
+def test_svg_follows_its_reader_and_can_be_dark_alone(tmp_path: Path):
+    for look, ways in ((Look(), {False, True}), (Look(dark=True), {True}), (Look(dark=False), {False})):
+        pictures.save(timeline(), tmp_path / "a.svg", look)
+        text = (tmp_path / "a.svg").read_text()
+        assert {dark for dark in (False, True) if f".paper{{fill:{colours.palette(2, dark)['paper']}}}" in text} == ways
+        assert ("prefers-color-scheme:dark" in text) == (len(ways) == 2)
+
+
+# ---- memory, idle time, messages, the critical path -----------------------------------------------------------------
+def test_idle_time_has_the_cause_that_the_simulator_knows():
+    """2 ranks, 1F1B, messages of 0.5: times from the definition, by hand."""
+    (scene,) = scenes(timeline("1F1B", 2, 2, "comm=0.5"))
+    found = [[(g.start, g.end, g.cause) for g in lane.gaps] for lane in scene.lanes]
+    # rank 0: 0F0 to 1, 0F1 to 2, 0B0 5 to 7 (1B0 ends at 4.5), 0B1 8 to 10 (1B1 ends at 7.5)
+    assert found[0] == [(2, 4.5, "warmup"), (4.5, 5, "message"), (7, 7.5, "tail"), (7.5, 8, "message")]
+    assert found[1] == [(0, 1.5, "warmup"), (7.5, 10, "tail")]
+    assert scene.idle == {"warmup": 4 / 20, "message": 1 / 20, "tail": 3 / 20}
+
+
+def test_a_slower_rank_is_an_imbalance():
+    (scene,) = scenes(timeline("1F1B", 4, 12, "F=1:1:1:2"))
+    assert {g.cause for g in scene.lanes[0].gaps} == {"warmup", "imbalance", "tail"}
+    assert {g.cause for g in scene.lanes[3].gaps} == {"warmup", "tail"}
+
+
+@pytest.mark.parametrize("name", [*NAMES, "VHalf", "Hanayo"])
+def test_idle_and_busy_times_fill_every_lane(name: str):
+    (scene,) = scenes(timeline(name, costs="comm=0.3,send=0.1,F=1.5"))
+    for lane in scene.lanes:
+        pieces = sorted([(b.start, b.end) for b in lane.bars] + [(g.start, g.end) for g in lane.gaps])
+        assert pieces[0][0] == 0
+        assert pieces[-1][1] == pytest.approx(scene.total)
+        assert all(a[1] == pytest.approx(b[0]) for a, b in pairwise(pieces))
+
+
+def test_the_critical_path_is_that_of_the_timeline():
+    t = timeline(costs="comm=0.2,I=1.3")
+    (scene,) = scenes(t)
+    assert scene.critical == [(span.rank, span.position) for span in t.critical_path]
+    plain, marked = (layout.page(scenes(t), Look(critical=on)) for on in (False, True))
+    paths = [s for s in marked.shapes if isinstance(s, layout.Path) and s.colour == "mark"]
+    assert [len(paths[0].points), len(paths)] == [2 * len(t.critical_path), 1]
+    assert not any(s.colour == "mark" for s in plain.shapes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_message_is_a_line_where_they_are_asked_for(name: str):
+    t = timeline(name, costs="comm=0.2,overlap=3")
+    lines = [s for s in layout.page(scenes(t), Look(messages=True)).shapes if s.colour == "message-line"]
+    assert len(lines) - 1 == t.messages  # and one in the legend
+    assert not any(s.colour == "message-line" for s in layout.page(scenes(t)).shapes)
+
+
+def test_memory_curves_reach_the_peaks():
+    t = timeline("1F1B")
+    page = layout.page(scenes(t))
+    areas = [s for s in page.shapes if isinstance(s, layout.Path) and s.colour == "curve" and not s.width]
+    tops = [max(y for _, y in s.points) - min(y for _, y in s.points) for s in areas]
+    assert [round(4 * top / tops[0], 6) for top in tops] == list(t.peak) == [4, 3, 2, 1]
+    assert not any(s.colour == "curve" for s in layout.page(scenes(t), Look(memory=False)).shapes)
+
+
+def test_units_and_what_they_mean_are_on_the_picture():
+    words = lambda t: " ".join(s.text for s in layout.page(scenes(t)).shapes if isinstance(s, layout.Text))
+    assert "each of the 2 stages of a rank takes F 0.5, I 0.5, W 0.5." in words(timeline(costs="F=.5,I=.5,W=.5"))
+    assert "Memory in microbatches: F adds 0.5." in words(timeline(costs="saved=.5"))
+    assert "Times in s: the stage of a rank takes F 2, B 1 to 3." in words(
+        Timeline.measured([(0, Action(0, op, m), s, e) for op, m, s, e in
+                           (("F", 0, 0, 2), ("B", 0, 2, 3), ("F", 1, 3, 5), ("B", 1, 5, 8))])
+    )  # fmt: skip
+    assert "Memory in bytes." in words(timeline(costs="saved=3000000"))
+
+
+# ---- many actions ---------------------------------------------------------------------------------------------------
+def test_large_schedules_show_the_share_of_each_kind_of_work(tmp_path: Path):
+    """64 ranks and 512 microbatches were a uniform grey, in 8.2 MB of SVG."""
+    t = timeline("1F1B", 64, 512)
+    pictures.save(t, tmp_path / "a.svg")
+    text = (tmp_path / "a.svg").read_text()
+    assert len(text) < 1_000_000
+    (scene,) = scenes(t)
+    page = layout.page([scene])
+    areas = [s for s in page.shapes if isinstance(s, layout.Path) and s.colour in ("F0", "B0")]
+    for area, kind in zip(areas[:2], ("B0", "F0"), strict=True):  # rank 0, the upper band first
+        assert area.colour == kind
+        low, high = (y(y for _, y in area.points) for y in (min, max))
+        middle = (area.points[0][0] + area.points[-1][0]) / 2
+        at = next(y for (x, y), (right, _) in pairwise(area.points) if x <= middle < right)
+        # in the steady phase a third of the time is F, and F and B fill all of it
+        assert (high - at) / 14 == pytest.approx(1 / 3 if kind == "F0" else 1, abs=0.02)
+        assert low <= at
+    words = [s.text for s in page.shapes if isinstance(s, layout.Text)]
+    assert any(re.match(r"Steady, 8\d.*: F 33.3%, B 66.7%\.", line) for line in words), words
+    assert "height: share of the time" in words
+
+
+def test_shares_add_up_to_the_time_of_a_lane():
+    (scene,) = scenes(timeline("DualPipeV", 4, 10, "overlap=3,comm=0.1"))
+    for lane in scene.lanes:
+        parts = idle.shares(dense.intervals(lane), [0, 5, scene.total / 2, scene.total])
+        assert [sum(part.values()) for part in parts] == pytest.approx([1, 1, 1])
+
+
+def test_pieces_of_a_dense_lane_contain_whole_microbatches():
+    (scene,) = scenes(timeline("1F1B", 4, 400))
+    assert dense.piece(scene, 2) == pytest.approx(3 * round(dense.piece(scene, 2) / 3))
+    assert 2 * dense.piece(scene, 2) >= dense.LEAST
+
+
+@pytest.mark.parametrize("width", [320, 390, 900])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (16, 64)])
+def test_a_picture_fits_the_width_that_is_asked_for(width: int, ranks: int, microbatches: int):
+    page = layout.page(scenes(timeline("ZBV", ranks, microbatches)), Look(width=width))
+    assert page.width == width
+    for shape in page.shapes:
+        if isinstance(shape, layout.Text):
+            wide = text_width(shape.text, shape.size)
+            left = shape.x - {"start": 0, "middle": wide / 2, "end": wide}[shape.anchor]
+            assert left >= -1 and left + wide <= width + 1, shape.text
+
+
+# ---- pdf ------------------------------------------------------------------------------------------------------------
+def test_pdf_has_every_shape_at_the_places_that_its_table_names(tmp_path: Path):
+    pictures.save(timeline(costs="overlap=3"), tmp_path / "a.pdf", Look(critical=True))
+    data = (tmp_path / "a.pdf").read_bytes()
+    table = int(re.search(rb"startxref\n(\d+)\n%%EOF\n$", data)[1])  # type: ignore[index]
+    places = [int(line[:10]) for line in data[table:].splitlines()[3:] if line.endswith(b" n ")]
+    assert [data[place:].split(b" ", 1)[0] for place in places] == [b"%d" % (k + 1) for k in range(len(places))]
+    stream = zlib.decompress(data.split(b"stream\n", 1)[1].split(b"\nendstream")[0]).decode("cp1252")
+    page = layout.page(scenes(timeline(costs="overlap=3")), Look(critical=True))
+    assert stream.count(" re f") == 1 + sum(isinstance(s, layout.Rect) for s in page.shapes)
+    assert stream.count(" Tj ET") == sum(isinstance(s, layout.Text) for s in page.shapes)
+    assert stream.count(" Q") == sum(isinstance(s, layout.Path) for s in page.shapes)
+    assert "(3F2) Tj" in stream
+
+
+def test_pdf_escapes_brackets():
+    data = pdf.write(layout.Page(9, 9, [layout.Text(1, 1, "(1)\\", 9)]))
+    stream = zlib.decompress(data.split(b"stream\n", 1)[1].split(b"\nendstream")[0])
+    assert rb"(\(1\)\\) Tj" in stream
 
 
 # ---- png ------------------------------------------------------------------------------------------------------------
@@ -309,12 +473,13 @@ def test_png_shows_what_the_layout_says(tmp_path: Path):
     pictures.save(t, tmp_path / "a.png")
     wide, high, rows = pixels((tmp_path / "a.png").read_bytes())
     page = layout.page(scenes(t))
+    fills = colours.palette(page.shades)
     assert (wide, high) == (round(2 * page.width), round(2 * page.height))
-    rects = [s for s in page.shapes if isinstance(s, layout.Rect) and s.hint]
+    rects = [s for s in page.shapes if isinstance(s, layout.Rect) and s.hint and not s.hint.startswith("idle")]
     assert len(rects) == sum(len(span.action.parts) for span in t)
     for rect in rects:  # just inside its left top corner, where there is no letter
         x, y = round(2 * rect.x) + 1, round(2 * rect.y) + 1
-        assert tuple(rows[y][3 * x : 3 * x + 3]) == colours.rgb(rect.colour)
+        assert tuple(rows[y][3 * x : 3 * x + 3]) == colours.rgb(fills[rect.colour])
     inks = {tuple(row[k : k + 3]) for row in rows for k in range(0, 3 * wide, 3)}
     assert colours.rgb(colours.INK) in inks  # and there are letters
 
@@ -331,7 +496,8 @@ def test_labels_stay_within_their_bars(tmp_path: Path):
     page = layout.page(scenes(timeline("1F1B", 3, 12)))
     plain = page._replace(shapes=[shape for shape in page.shapes if isinstance(shape, layout.Rect)])
     bars = [shape for shape in plain.shapes if shape.hint]
-    named = [shape for shape in page.shapes if isinstance(shape, layout.Rect) or re.fullmatch(r"\d[FB]\d+", shape.text)]
+    names = [s for s in page.shapes if isinstance(s, layout.Text) and re.fullmatch(r"\d[FB]\d+", s.text)]
+    named = [*plain.shapes, *names]
     one, two = (pixels(png.write(page._replace(shapes=shapes), 2)) for shapes in (plain.shapes, named))
     inside = {(x, y) for bar in bars for x in _across(bar.x, bar.width) for y in _across(bar.y, bar.height)}
     changed = {(x, y) for y in range(one[1]) for x in range(one[0]) if _at(one, x, y) != _at(two, x, y)}
@@ -355,10 +521,10 @@ def test_without_pillow_a_png_is_refused_and_the_extra_named(monkeypatch: pytest
 
 
 def test_letters_beyond_the_page_are_cut():
-    page = layout.Page(10, 10, [layout.Text(-3, 12, "WWWW", 20, "#000000"), layout.Rect(-5, -5, 50, 8, "#ff0000")])
+    page = layout.Page(10, 10, [layout.Text(-3, 12, "WWWW", 20, "ink"), layout.Rect(-5, -5, 50, 8, "mark")])
     wide, high, rows = pixels(png.write(page, 1))
     assert (wide, high) == (10, 10)
-    assert rows[0] == bytes((255, 0, 0)) * 10
+    assert rows[0] == bytes(colours.rgb(colours.palette(1)["mark"])) * 10
 
 
 # ---- trace ----------------------------------------------------------------------------------------------------------
@@ -421,7 +587,7 @@ def test_other_json_is_refused(text: str | bytes, tmp_path: Path):
 def test_html_needs_nothing_else(tmp_path: Path):
     toy = Toy()
     toy.name = "</script><script>alert(1)</script>"
-    pictures.save(toy, tmp_path / "a.html", other=timeline())
+    pictures.save([toy, timeline()], tmp_path / "a.html")
     text = (tmp_path / "a.html").read_text(encoding="utf-8")
     assert not re.search(r"https?:|src=|@import|url\(", text)
     assert "default-src 'none'" in text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The colours of the pictures: one hue per kind of work, one shade per chunk of a rank.
+"""The colours of the pictures: hues for kinds of work, shades for chunks of a rank, tints for causes of idle time.
 
 The hues were chosen so that any shade of one kind stays apart from any shade of another under protanopia,
 deuteranopia and tritanopia as well (a test measures it): amber and dark teal differ in lightness where their hues
@@ -19,10 +19,21 @@ RAMPS: dict[str, tuple[str, str]] = {
     "W": ("#0b4b49", "#4c827e"),
 }
 
+#: the same on dark paper, where the dark teal of W could not be seen
+DARK_RAMPS: dict[str, tuple[str, str]] = {**RAMPS, "W": ("#82559d", "#8d7794")}
+
 #: op -> its name in the legend
 NAMES: dict[str, str] = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
-PAPER, INK, FAINT, LINE, IDLE = "#ffffff", "#1d2733", "#66717f", "#d5dae1", "#f1f3f6"
+#: name -> its colour on light and on dark paper; the causes of idle time are those of ``idle.CAUSES``
+THEME: dict[str, tuple[str, str]] = {
+    "paper": ("#ffffff", "#14181d"), "ink": ("#1d2733", "#e6eaef"), "faint": ("#5b6673", "#a3aebb"),
+    "line": ("#d5dae1", "#3a434e"), "mark": ("#d6006c", "#ff6fb1"), "curve": ("#8a5cc4", "#6fcf97"),
+    "message-line": ("#3d4a59", "#c3ccd6"), "warmup": ("#e9edf2", "#222930"), "tail": ("#c9d0da", "#3b4550"),
+    "imbalance": ("#cfe8c4", "#1f4a2c"), "message": ("#f7d4f5", "#4f2b63"), "other": ("#fbf3c9", "#5a3a2c"),
+    "later": ("#c03a2b", "#f0705f"), "earlier": ("#2a6fc9", "#5ba4f5"), "same": ("#dfe3e8", "#39424c"),
+}  # fmt: skip
+PAPER, INK = THEME["paper"][0], THEME["ink"][0]
 
 
 def rgb(colour: str) -> tuple[int, int, int]:
@@ -43,14 +54,25 @@ def mix(a: str, b: str, share: float) -> str:
     return "#" + "".join(f"{round(x + (y - x) * share):02x}" for x, y in zip(rgb(a), rgb(b), strict=True))
 
 
+@lru_cache(maxsize=64)
+def palette(shades: int, dark: bool = False) -> dict[str, str]:
+    """Every colour of a picture by its key: the names of ``THEME``, and an op with its shade, such as ``F0``.
+
+    >>> palette(2)["F1"], palette(2, dark=True)["paper"]
+    ('#a3d2fa', '#14181d')
+    """
+    ops = {f"{op}{shade}": fill(op, shade, shades, dark) for op in RAMPS for shade in range(shades)}
+    return {**{name: pair[dark] for name, pair in THEME.items()}, **ops}
+
+
 @lru_cache(maxsize=1024)
-def fill(op: str, shade: int = 0, shades: int = 1) -> str:
+def fill(op: str, shade: int = 0, shades: int = 1, dark: bool = False) -> str:
     """The colour of ``op`` in the chunk numbered ``shade`` of ``shades``.
 
     >>> fill("F"), fill("F", 1, 2)
     ('#4ba3f5', '#a3d2fa')
     """
-    first, last = RAMPS[op]
+    first, last = (DARK_RAMPS if dark else RAMPS)[op]
     reach = 0.75 if shades == 2 else 1.0  # two chunks need not go to the palest
     return mix(first, last, reach * min(shade, shades - 1) / max(shades - 1, 1))
 

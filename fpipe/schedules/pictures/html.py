@@ -16,7 +16,9 @@ from typing import Any, TypeAlias
 
 from . import labels
 from .colours import fill, ink, rgb
-from .scene import Lane, Scene
+from .lanes import Lane
+from .scene import Scene
+from .shapes import Look
 
 Json: TypeAlias = dict[str, Any]
 
@@ -25,7 +27,7 @@ SCRIPTS = ("data.js", "paint.js", "view.js")
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"  # a shade as one letter
 
 
-def paint(scenes: Sequence[Scene]) -> str:
+def paint(scenes: Sequence[Scene], look: Look | None = None) -> str:
     """The page."""
     parts = {
         "title": escape(" · ".join(labels.title(scene) for scene in scenes)),
@@ -45,8 +47,8 @@ def data(scenes: Sequence[Scene]) -> Json:
     names = [scene.name or f"timeline {k}" for k, scene in enumerate(scenes, 1)]
     unique = [name if names.count(name) == 1 else f"{name} ({k})" for k, name in enumerate(names, 1)]
     legend = [
-        {"op": op, "word": word, "colours": [_colour(op, k, colour) for k, colour in enumerate(colours)]}
-        for op, word, colours in labels.legend(scenes)
+        {"op": op, "word": word, "colours": [_colour(op, k, fill(op, k, shades)) for k in range(shades)]}
+        for op, word, shades in labels.legend(scenes)
     ]
     if any(scene.fused for scene in scenes):
         legend.append({"op": "fused", "word": "fused", "colours": [_colour(op, 0, fill(op)) for op in "FB"]})
@@ -66,7 +68,9 @@ def _scene(scene: Scene, label: str) -> Json:
         "cell": scene.cell,
         # in units of the size of letters, about as in the typeface of a browser
         "longest": [round(1.1 * scene.widest_name(detail), 3) for detail in (3, 2)],
-        "palette": [_colour(op, k, c) for op, _, colours in labels.legend([scene]) for k, c in enumerate(colours)],
+        "palette": [
+            _colour(op, k, fill(op, k, shades)) for op, _, shades in labels.legend([scene]) for k in range(shades)
+        ],
         "lanes": [_lane(lane, places) for lane in scene.lanes],
     }
 

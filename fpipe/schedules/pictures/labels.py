@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..text import counted
-from .colours import NAMES, fill
-from .scene import Lane, Scene
+from .colours import NAMES
+from .idle import CAUSES
+from .lanes import Lane
+from .scene import Scene
 
 
 def number(value: float) -> str:
@@ -76,11 +78,37 @@ def figures_of(lane: Lane, scene: Scene) -> str:
     return f"bubble {percent(lane.bubble)}, peak {held(lane.peak, scene.memory_unit)}"
 
 
-def legend(scenes: Sequence[Scene]) -> Iterator[tuple[str, str, list[str]]]:
-    """(op, its meaning, its colours) for the ops that occur."""
+def note(scene: Scene) -> str:
+    """What the numbers are: the units of time and memory, or what a stage takes of those of the cost model."""
+    lengths = ", ".join(f"{op} {_range(*pair)}" for op, pair in scene.lengths.items())
+    time_unit = f"Times in {scene.unit}" if scene.unit else "Times in units of the costs"
+    stages = "the stage" if scene.stages == 1 else f"each of the {scene.stages} stages"
+    takes = f": {stages} of a rank takes {lengths}" if lengths else ""
+    low, high = scene.holds
+    if scene.memory_unit == "bytes":
+        memory = "Memory in bytes"
+    else:
+        whole = number(low * scene.stages) == number(high * scene.stages) == "1"  # all stages of a rank together
+        memory = f"Memory in {'microbatches' if whole else 'units of the costs'}: F adds {_range(low, high)}"
+        memory = memory if high else ""
+    return f"{time_unit}{takes}." + (f" {memory}." if memory else "")
+
+
+def _range(low: float, high: float) -> str:
+    return number(low) if number(low) == number(high) else f"{number(low)} to {number(high)}"
+
+
+def idle(scene: Scene) -> str:
+    """``Idle 13.6%: warm-up 9%, tail 4.6%``: shares of the time of all ranks."""
+    parts = [f"{CAUSES[cause]} {percent(share)}" for cause, share in scene.idle.items()]
+    return f"Idle {percent(sum(scene.idle.values()))} of all ranks' time: {', '.join(parts)}." if parts else ""
+
+
+def legend(scenes: Sequence[Scene]) -> Iterator[tuple[str, str, int]]:
+    """(op, its meaning, how many shades) for the ops that occur."""
     shades = max(scene.shades for scene in scenes)
     for op in dict.fromkeys(op for scene in scenes for op in scene.ops):
-        yield op, NAMES[op], [fill(op, shade, shades) for shade in range(shades)]
+        yield op, NAMES[op], shades
 
 
 def step_of(least: float) -> float:

@@ -19,12 +19,14 @@ from ...errors import FpipeError
 from ..files import write_bytes
 from . import terminal
 from .scene import Drawable, scenes
+from .shapes import Look
 from .trace import read
 
 #: suffix -> (module that paints it, description); a module's ``paint`` takes scenes and returns text or bytes
 FORMATS: dict[str, tuple[str, str]] = {
     ".svg": ("svg", "a drawing"),
     ".png": ("png", "an image"),
+    ".pdf": ("pdf", "a page for papers and slides"),
     ".html": ("html", "a page to zoom, search and hover over, in one file"),
     ".json": ("trace", "a trace for Perfetto and Chrome, which fpipe view reads too"),
     ".txt": ("terminal", "plain text, 160 columns wide"),
@@ -52,24 +54,24 @@ def draw(timeline: Drawable | Sequence[Drawable], *, width: int | None = None, c
     if width is None:
         width = shutil.get_terminal_size().columns
     bits = _colour_bits() if color is None else 24 if color else 0
-    return terminal.paint(scenes(timeline), max(width, 16), bits)
+    return terminal.paint(scenes(timeline), None, max(width, 16), bits)
 
 
-def save(timeline: Drawable | Sequence[Drawable], path: str | PathLike[str], *, other: Drawable | None = None) -> None:
+def save(timeline: Drawable | Sequence[Drawable], path: str | PathLike[str], look: Look | None = None) -> None:
     """Write a picture of ``timeline``, or of several, to ``path``; its suffix selects the format (see ``FORMATS``).
 
-    ``other``, such as the measured timeline beside the simulated one, is drawn below on the same axis.
+    ``look`` says what is shown beside the actions, for which paper and how wide.
 
     >>> save([], "picture.gif")
     Traceback (most recent call last):
     ...
-    fpipe.errors.FpipeError: no picture is written as '.gif' (picture.gif); use .svg, .png, .html, .json or .txt
+    fpipe.errors.FpipeError: no picture is written as '.gif' (picture.gif); use .svg, .png, .pdf, .html, .json or .txt
     """
     suffix = Path(fspath(path)).suffix.lower()
     if suffix not in FORMATS:
         *most, last = FORMATS
         raise FpipeError(f"no picture is written as {suffix!r} ({fspath(path)}); use {', '.join(most)} or {last}")
-    picture = import_module(f"{__package__}.{FORMATS[suffix][0]}").paint(scenes(timeline, other))
+    picture = import_module(f"{__package__}.{FORMATS[suffix][0]}").paint(scenes(timeline), look)
     write_bytes(path, picture if isinstance(picture, bytes) else picture.encode())
 
 

@@ -7,16 +7,17 @@ data that every format reads. Nothing here depends on the source of the times, o
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from ...errors import FpipeError, ScheduleError
-from ..actions import Action, AnyAction, Op, Row, Span, Wait, plain
+from ..actions import Action, Row, Span, Wait, plain
 from ..placement import Placement
+from .idle import CAUSES, critical, gaps
+from .lanes import Bar, Lane
 from .text_width import text_width
 
 
@@ -59,41 +60,6 @@ class Drawable(Protocol):
     def waited_for(self, rank: int, position: int, /) -> Wait | None:
         """What a span waited for."""
         ...
-
-
-class Bar(NamedTuple):
-    """An action as it is drawn. ``shades`` has one number per part, 0 for a rank's first chunk."""
-
-    action: AnyAction
-    start: float
-    end: float
-    shades: tuple[int, ...]
-    cause: tuple[int, int] | None  # (lane, index in its bars) of what it waited for
-    wait: float  # how long the rank stood idle before it
-
-
-class Lane(NamedTuple):
-    """One rank: its bars in order, and its figures."""
-
-    bars: tuple[Bar, ...]
-    bubble: float
-    peak: float
-    curve: tuple[tuple[float, float], ...]  # (time, held from then on)
-    carried: tuple[tuple[float, float, str], ...] = ()  # (start, end, what) of what its link carries, if it is known
-
-    def columns(self, count: int, scale: float) -> Iterator[tuple[float, float, list[tuple[Op, int, float]]]]:
-        """Columns of ``1 / scale`` time: for each the length, the idle time, and (op, shade, time) of what runs."""
-        ends = [bar.end for bar in self.bars]
-        for column in range(count):
-            low, high = column / scale, (column + 1) / scale
-            idle, running = high - low, []
-            for bar in self.bars[bisect_right(ends, low) : bisect_right(ends, high) + 1]:
-                time = min(bar.end, high) - max(bar.start, low)
-                if time > 0:
-                    idle -= time
-                    parts = zip(bar.action.parts, bar.shades, strict=True)
-                    running += [(part.op, shade, time / len(bar.shades)) for part, shade in parts]
-            yield high - low, idle, running
 
 
 @dataclass(frozen=True)
@@ -147,16 +113,51 @@ class Scene:
         return lengths[len(lengths) // 20] if lengths else 1.0
 
     @cached_property
-    def _short(self) -> set[tuple[int, Op, int, int]]:
-        """(digits of the stage, op, digits of the microbatch, letters of the slice) of the bars that are about as short
-        as ``cell``."""
-        return {
-            (len(str(part.stage)), part.op, len(str(part.whole)), len(str(part.microbatch)) - len(str(part.whole)))
-            for lane in self.lanes
-            for bar in lane.bars
-            if bar.end - bar.start < 1.5 * self.cell
-            for part in bar.action.parts
-        }
+    def work(self) -> float:
+        """The time that a rank is busy, on average."""
+        return sum(bar.end - bar.start for lane in self.lanes for bar in lane.bars) / max(len(self.lanes), 1)
+
+    @cached_property
+    def stages(self) -> int:
+        """The most stages that a rank has."""
+        return max(len({part.stage for bar in lane.bars for part in bar.action.parts}) for lane in self.lanes)
+
+    @cached_property
+    def lengths(self) -> dict[str, tuple[float, float]]:
+        """op -> the least and the greatest time of an action of it alone."""
+        found: dict[str, tuple[float, float]] = {}
+        for lane in self.lanes:
+            for bar in lane.bars:
+                if len(bar.shades) == 1:
+                    op, time = bar.action.parts[0].op, bar.end - bar.start
+                    low, high = found.get(op, (time, time))
+                    found[op] = min(low, time), max(high, time)
+        return {op: found[op] for op in "FBIW" if op in found}
+
+    @cached_property
+    def holds(self) -> tuple[float, float]:
+        """The least and the greatest amount by which what a rank holds grows at once."""
+        steps = [b - a for lane in self.lanes for a, b in pairwise([0.0, *(held for _, held in lane.curve)]) if b > a]
+        return (min(steps), max(steps)) if steps else (0.0, 0.0)
+
+    @cached_property
+    def idle(self) -> dict[str, float]:
+        """cause -> the share of the time of all ranks, from the first start of all to the last end of all."""
+        whole = self.total * len(self.lanes) or 1.0
+        found = {cause: sum(g.end - g.start for lane in self.lanes for g in lane.gaps if g.cause == cause) / whole
+                 for cause in CAUSES}  # fmt: skip
+        return {cause: share for cause, share in found.items() if share > 5e-4}
+
+    @cached_property
+    def critical(self) -> list[tuple[int, int]]:
+        """(rank, index) of the actions on which the total depends."""
+        return critical(self.lanes)
+
+    @cached_property
+    def _short(self) -> set[str]:
+        """The texts of the actions that are about as short as ``cell``, with all digits alike."""
+        short = (bar.action.parts for lane in self.lanes for bar in lane.bars if bar.end - bar.start < 1.5 * self.cell)
+        return {str(part).translate(_ALIKE) for parts in short for part in parts}
 
     def widest_name(self, detail: int) -> float:
         """The width of the widest of :meth:`short_names`, in units of the size of its letters."""
@@ -164,30 +165,30 @@ class Scene:
 
     def short_names(self, detail: int) -> set[str]:
         """Names as long as those of the short bars, to see whether they fit; at least one."""
-        longest = lambda digits: 8 * 10 ** (digits - 1)
-        return {
-            name(Action(longest(s), op, longest(m)), detail) + ("." + "8" * (cut - 1) if cut and detail else "")
-            for s, op, m, cut in self._short
-        } or {""}
+        return {name(text, detail) for text in self._short} or {""}
 
 
-def name(part: Action, detail: int) -> str:
-    """An action's name: 3 in full (``3F2``), 2 without its stage (``F2``), 1 its microbatch alone, 0 nothing.
+_ALIKE = str.maketrans("0123456789", "8888888888")
+
+
+def name(part: Action | str, detail: int) -> str:
+    """An action's name: 3 in full (``3F2``), 2 without its stage (``F2``), 1 what follows its letter, 0 nothing.
 
     >>> [name(Action(3, "F", 2), detail) for detail in (3, 2, 1, 0)]
     ['3F2', 'F2', '2', '']
     """
-    return (str(part), f"{part.op}{part.microbatch}", str(part.microbatch), "")[3 - detail]
+    text = str(part)
+    short = text.lstrip("0123456789")
+    return (text, short, short[1:], "")[3 - detail]
 
 
-def scenes(timelines: Drawable | Sequence[Drawable], other: Drawable | None = None) -> tuple[Scene, ...]:
+def scenes(timelines: Drawable | Sequence[Drawable]) -> tuple[Scene, ...]:
     """One timeline or several, to be drawn one over the other on one axis of time.
 
     Short times in seconds become milliseconds or microseconds. A timeline without a unit, such as one simulated with
     costs of 1, is stretched beside those with a unit until both have worked as long; ``one`` is the factor.
     """
     drawn = [*timelines] if isinstance(timelines, Sequence) else [timelines]
-    drawn += [] if other is None else [other]
     if not drawn:
         raise FpipeError("there is no timeline to draw; give at least one")
     units = {timeline.unit for timeline in drawn} - {""}
@@ -236,10 +237,13 @@ def _scene(timeline: Drawable, spans: Sequence[Sequence[Span]], unit: str, facto
         carried = tuple(((start - first) * factor, (end - first) * factor, what) for start, end, what in link)
         bars = tuple(_bars(timeline, lane, first, factor, shade_of))
         lanes.append(Lane(bars, max(bubble, 0.0), peak, held, carried))
+    total = (last - first) * factor
+    rows = [lane.bars for lane in lanes]
+    lanes = [lane._replace(gaps=tuple(gaps(rows, rank, total))) for rank, lane in enumerate(lanes)]
     return Scene(
         name=timeline.name,
         lanes=tuple(lanes),
-        total=(last - first) * factor,
+        total=total,
         span=timeline.span * factor,
         bubble=timeline.bubble,
         unit=unit,

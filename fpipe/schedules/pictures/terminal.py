@@ -19,7 +19,8 @@ from textwrap import wrap
 
 from . import labels
 from .colours import fill, ink, mix, of_256, rgb
-from .scene import Lane, Scene, name
+from .lanes import Lane
+from .scene import Scene, name
 
 #: (detail, how many lines of text it may fill, 0 for one panel), best first; the first that is short enough is drawn
 COLOURED = ((3, 0), (2, 0), (1, 0), (3, 12), (2, 50), (1, 60), (2, 130), (1, 320))
@@ -42,8 +43,8 @@ class _Plan:
     margin: int
 
 
-def paint(scenes: Sequence[Scene], width: int = 160, colour: int = 0) -> str:
-    """The text of a picture ``width`` columns wide, in ``colour`` 0 (none), 8 (256 colours) or 24 bits."""
+def paint(scenes: Sequence[Scene], look: object = None, width: int = 160, colour: int = 0) -> str:
+    """The text of a picture ``width`` columns wide in ``colour`` 0 (none), 8 (256 colours) or 24 bits."""
     plan = _plan(scenes, width, bool(colour))
     rows = [[_row(lane, scene, plan, bool(colour)) for lane in scene.lanes] for scene in scenes]
     last = ceil(max(scene.total for scene in scenes) * plan.scale - 1e-9)
@@ -223,7 +224,8 @@ def _escape(style: tuple[str, str], bits: int) -> str:
 
 def _legend(scenes: Sequence[Scene], plan: _Plan, width: int, bits: int) -> list[str]:
     items: list[tuple[str, int]] = []  # and how wide each is
-    for op, word, grounds in labels.legend(scenes):
+    for op, word, shades in labels.legend(scenes):
+        grounds = [fill(op, shade, shades) for shade in range(shades)]
         swatch: list[Cell] = [(" ", (ink(ground), ground)) for ground in grounds for _ in range(2)]
         swatch = [(op, swatch[0][1]), *swatch[1:]] if bits else [(op, None)]
         word = f" {word}"[: max(width - len(swatch), 0)]

@@ -28,8 +28,8 @@ MOST_BYTES = 256 << 20  #: of a file that is read
 _HEAD = b'{"otherData":{"fpipe":'
 
 
-def paint(scenes: Sequence[Scene]) -> str:
-    """The file's text."""
+def paint(scenes: Sequence[Scene], look: object = None) -> str:
+    """The file's text; ``look`` concerns other formats."""
     events = [event for k, scene in enumerate(scenes) for event in _events(k, scene)]
     facts = [  # what the events do not contain
         {"name": s.name, "unit": s.unit, "span": s.span, "bubble": s.bubble, "ranks": len(s.lanes)} for s in scenes
