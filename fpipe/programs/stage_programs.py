@@ -49,13 +49,14 @@ class Programs:
     saved: tuple[str, ...]
     kept: tuple[str, ...]
     grad_avals: Mapping[str, Aval]  # of the gradients, where known
-    memory: Mapping[str, Held]  # by value
+    traced_memory: Mapping[str, Held]  # by value, at the sizes of the trace
     fresh: frozenset[str] = frozenset()  # gradients that share no memory, into which others may be added
     eager: bool = False
     extra: str | None = None  # what a loss passes to the caller's function, of any kind
     during: Mapping[str, int] = field(default_factory=dict)  # of an eager stage: bytes that programs hold beyond others
     compiled: bool = False
     label: str = ""
+    numbers: Numbers | None = None  # for which these programs are; None: those of the trace
     #: Of programs for other sizes than those of the trace: those of the trace, and how one of them is resized.
     origin: tuple[Programs, Callable[[Program], Program]] | None = None
 
@@ -86,14 +87,20 @@ class Programs:
         )  # fmt: skip
         return replace(
             self, f=f, b=b, i=i, w=w, outputs=outputs, grad_avals=sizes.at(dict(self.grad_avals), numbers),
-            memory={name: held.at(numbers) for name, held in self.memory.items()},
-            origin=(self, lambda program: program.at(numbers, operation, label)),
+            numbers=numbers, origin=(self, lambda program: program.at(numbers, operation, label)),
         )  # fmt: skip
 
     def compiled_by(self, backend: str) -> Programs:
         """The same programs, compiled."""
         f, b, i, w = (compiled(program, backend) for program in (self.f, self.b, self.i, self.w))
         return replace(self, f=f, b=b, i=i, w=w, compiled=True, origin=None)
+
+    @cached_property
+    def memory(self) -> Mapping[str, Held]:
+        """The memory behind each value."""
+        if self.numbers is None:
+            return self.traced_memory
+        return {name: held.at(self.numbers) for name, held in self.traced_memory.items()}
 
     # ---- bytes --------------------------------------------------------------------------------------------------
     def held(self, names: Sequence[str]) -> int:

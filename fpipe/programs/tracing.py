@@ -154,7 +154,7 @@ def _programs(
         saved=pieces.saved,
         kept=pieces.kept,
         grad_avals=_avals((*joint.dps, *joint.dxs), record),
-        memory=behind,
+        traced_memory=behind,
         fresh=_fresh(joint, behind, pieces),
         label=stage.label,
     )  # fmt: skip

@@ -113,8 +113,10 @@ def _binder(
         free=" = ".join([*(f"s[{name}]" for name in free), "None"]),
         writes="".join(f"s[{name}]," if name else "_," for name in write) or "_",
     )
+    given = [*names, *read, *free, *filter(None, write)]
     lines = [
-        f"def bind({', '.join([*names, *read, *free, *filter(None, write)])}):", "    def step(r):",
+        # Defaults are one object for the garbage collector; values of a closure are one each.
+        f"def bind({', '.join(given)}):", f"    def step(r, {', '.join(f'{name}={name}' for name in given)}):",
         "        s = r.slots", *(f"        {line}" for line in text.splitlines()), "    return step",
     ]  # fmt: skip
     scope: dict[str, Any] = {}

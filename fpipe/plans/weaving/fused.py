@@ -161,7 +161,7 @@ def act_jointly(builder: Builder, action: AnyAction) -> None:
             builder.run(*run)
     reads = tuple(key for run in mains for key in builder.have(*run))
     writes = tuple(key for part, _, program, stage in mains for key in builder.writes(program, stage, part.microbatch))
-    owner = replace(mains[0][1], memory=dict(_memory([programs for _, programs, _, _ in mains])))
+    owner = replace(mains[0][1], traced_memory=dict(_memory([programs for _, programs, _, _ in mains])), numbers=None)
     builder.here.update(writes)
     joined = _joined([run[:3] for run in mains], function)
     first = action.parts[0]

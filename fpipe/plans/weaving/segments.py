@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -93,10 +94,16 @@ def whole(program: Program) -> Segment:
 def collectives_of(program: Program) -> tuple[Collective, ...]:
     """The collectives that a program, or a segment of one, starts, in order; numbered as in the whole program."""
     if program not in _COLLECTIVES:
-        begins = any(map(started, program.traced))  # at any size; the operations of this size are not asked in vain
-        collectives = enumerate(c for c in map(started, program.operations if begins else ()) if c is not None)
+        operations = program.operations if _starts(program.traced) else ()
+        collectives = enumerate(c for c in map(started, operations) if c is not None)
         _COLLECTIVES[program] = tuple(replace(c, number=program.numbers.get(c.value, k)) for k, c in collectives)
     return _COLLECTIVES[program]
+
+
+@lru_cache(maxsize=1024)
+def _starts(traced: tuple[Operation, ...]) -> bool:
+    """Whether operations start a collective, which they do at any size or at none."""
+    return any(map(started, traced))
 
 
 def collective(program: Program) -> bool:

@@ -293,7 +293,7 @@ class _Engine:
             dxs=tuple(map(self.dxs.get, range(signature.counts[1]))),
             saved=held, kept=kept,
             grad_avals=dx_avals,
-            memory={name: Held(name, nbytes) for name, nbytes in sizes.items() if nbytes is not None},
+            traced_memory={name: Held(name, nbytes) for name, nbytes in sizes.items() if nbytes is not None},
             eager=True, extra=next(iter(extra), None), label=self.stage.label,
             during=self._during(sum(sizes[name] or 0 for name in dps)),
         )  # fmt: skip

@@ -51,7 +51,7 @@ def programs_as_data(programs: Programs, tensors: Sequence[torch.Tensor]) -> dic
         "saved": list(programs.saved),
         "kept": list(programs.kept),
         "gradients": {name: _number(aval, avals) for name, aval in programs.grad_avals.items()},
-        "memory": {name: [held.root, to_text(held.nbytes), held.given] for name, held in programs.memory.items()},
+        "memory": {n: [held.root, to_text(held.nbytes), held.given] for n, held in programs.traced_memory.items()},
         "fresh": sorted(programs.fresh),
         "avals": [text for _, text in avals.values()],
     }  # fmt: skip
@@ -79,7 +79,7 @@ def programs_from_data(data: Mapping[str, Any], tensors: Sequence[torch.Tensor],
         *programs, counts=tuple(data["counts"]), outputs=_outputs_from_data(data["outputs"]), ys=ys, aux=aux,
         new_state=new_state, dps=dps, dxs=dxs, saved=tuple(data["saved"]), kept=tuple(data["kept"]),
         grad_avals={name: avals[number] for name, number in data["gradients"].items()},
-        memory={name: Held(root, from_text(size), given) for name, (root, size, given) in data["memory"].items()},
+        traced_memory={n: Held(root, from_text(size), given) for n, (root, size, given) in data["memory"].items()},
         fresh=frozenset(data["fresh"]), label=label,
     )  # fmt: skip
 
