@@ -146,15 +146,15 @@ def reference() -> str:
             continue  # each error has an entry above
         module = getattr(fpipe, name)
         lines += [f"## fpipe.{name}", "", text_of(module, f"fpipe.{name}"), ""]
-        for member in getattr(module, "__all__", ()):
-            if inspect.isclass(getattr(module, member)) or inspect.isfunction(getattr(module, member)):
-                lines += entry(f"fpipe.{name}.{member}", getattr(module, member))
+        for member, value in members(f"fpipe.{name}", module):
+            lines += entry(member, value)
     return "\n".join(lines)
 
 
 #: title -> the beginning of the names of its modules; the first section that fits has a name
 SECTIONS: dict[str, str | tuple[str, ...]] = {
-    "Pipelines and their gradients": ("running.building", "running.gradients", "running.pipeline", "running.reduction"),
+    "Pipelines and their gradients": (
+        "running.building", "running.gradients", "running.pipeline", "running.reduction"),
     "Stages": "stage",
     "Modules": "interop.modules",
     "Batches": ("running.microbatches", "running.padding", "running.absent"),
@@ -166,40 +166,67 @@ SECTIONS: dict[str, str | tuple[str, ...]] = {
     "Gradient transforms": "transforms",
     "Checkpoints and runs": ("saving", "command.loop"),
     "Errors": "errors",
+}  # fmt: skip
+#: Classes that only the library creates: they have no signature in the reference.
+RETURNED = ("fpipe.Pipeline", "fpipe.Programs", "fpipe.Timeline", "fpipe.Solved", "fpipe.interop.Bound",
+            "fpipe.testing.Outcome")  # fmt: skip
+#: Members without an underscore that other packages of fpipe use, and users do not.
+HIDDEN = {
+    "fpipe.Pipeline": "call parts",
+    "fpipe.Programs": "at compiled_by held added_by adding known_adding",
+    "fpipe.Placement": "path_index",
+    "fpipe.Stage": "in_mode",
+    "fpipe.Costs": "spread links transfers",
+    "fpipe.devices": "Streams distrusted drawn exclusive restore_streams save_streams",
 }
 
 
-def entry(name: str, value: Any) -> list[str]:
+def public() -> Iterator[tuple[str, Any]]:
+    """Every public name with its value: those of ``fpipe``, then the members of its classes and modules."""
+    for name in [*fpipe._NAMES, *fpipe._MODULES]:
+        value = getattr(fpipe, name)
+        yield f"fpipe.{name}", value
+        for member, inner in members(f"fpipe.{name}", value) if name != "errors" else ():
+            yield member, inner
+            yield from members(member, inner)
+
+
+def members(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Public classes and functions of a module; public methods and properties of a class."""
+    if inspect.ismodule(value):
+        found = {member: getattr(value, member) for member in getattr(value, "__all__", ())}
+        found = {key: member for key, member in found.items() if inspect.isclass(member) or inspect.isfunction(member)}
+    elif inspect.isclass(value) and not issubclass(value, BaseException):
+        found = {member: getattr(value, member) for member, kept in vars(value).items()
+                 if callable(kept) or isinstance(kept, (property, classmethod, staticmethod))}  # fmt: skip
+    else:
+        found = {}
+    for member, inner in found.items():
+        if not member.startswith("_") and member not in HIDDEN.get(name, "").split():
+            yield f"{name}.{member}", inner
+
+
+def entry(name: str, value: Any, level: str = "###") -> list[str]:
     """The entry of one name: signature, docstring, members."""
-    lines = [f"### {name}", ""]
-    if inspect.isclass(value) or callable(value):
+    lines = [f"{level} {name}", ""]
+    if callable(value) and name not in RETURNED:
         call = textwrap.wrap(name + signature(value), 96, subsequent_indent="    ", break_long_words=False)
         lines += ["```text", *call, "```", ""]
     lines += [text_of(value, name), ""]
-    if inspect.isclass(value) and not issubclass(value, BaseException):
-        for member, doc in members(value):
-            lines += [f"`.{member}`", ":   " + doc.replace("\n", "\n    "), ""]
+    for member, inner in members(name, value):
+        lines += entry(member, inner, "####")
     return lines
 
 
 def signature(value: Any) -> str:
-    """The signature of a callable, without the modules of types."""
+    """The signature of a callable, without the modules of types, and without ``self``."""
     try:
-        text = str(inspect.signature(value))
+        sign = inspect.signature(value)
     except (TypeError, ValueError):
         return "(...)"
+    text = str(sign.replace(parameters=[each for name, each in sign.parameters.items() if name != "self"]))
     text = re.sub(r"<(?:function|class|object)[^>]*>", "...", text)
     return re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Z])", "", text).replace("''", '""').replace("'", "")
-
-
-def members(value: type) -> Iterator[tuple[str, str]]:
-    """Public methods and properties of a class, each with the first paragraph of its docstring."""
-    for name, member in vars(value).items():
-        if name.startswith("_") or not (callable(member) or isinstance(member, (property, classmethod, staticmethod))):
-            continue
-        doc = inspect.getdoc(getattr(value, name)) or ""
-        if doc:
-            yield name, markdown(doc.split("\n\n")[0])
 
 
 def text_of(value: Any, name: str) -> str:
@@ -210,11 +237,39 @@ def text_of(value: Any, name: str) -> str:
     return markdown(doc)
 
 
-def markdown(doc: str) -> str:
-    """reStructuredText of docstrings as markdown: doctests in fences, single backquotes, no directives."""
-    out: list[str] = []
-    fenced = open_before = False
+#: Sections of a docstring.
+HEADS = ("Args:", "Returns:", "Raises:")
+
+
+def sections(doc: str) -> dict[str, list[str]]:
+    """The text of each section of a docstring: its items, each in one line; "" is all other text.
+
+    >>> sections("Do.\\n\\nArgs:\\n    x, y: what\\n        is done.\\n\\n>>> 1")
+    {'': ['Do.', '', '>>> 1'], 'Args:': ['x, y: what is done.']}
+    """
+    out: dict[str, list[str]] = {"": []}
+    head = ""
     for line in doc.splitlines():
+        if line in HEADS:
+            head = line
+            out[head] = []
+        elif not line.startswith("    ") and line:
+            head = ""
+        if not head:
+            out[""].append(line)
+        elif line.startswith("     ") and out[head]:
+            out[head][-1] += " " + line.strip()
+        elif line.strip() and line not in HEADS:
+            out[head].append(line.strip())
+    return out
+
+
+def markdown(doc: str) -> str:
+    """reStructuredText of docstrings as markdown: doctests in fences, sections as lists, single backquotes."""
+    out: list[str] = []
+    found = sections(doc)
+    fenced = open_before = False
+    for line in doc.splitlines() if len(found) == 1 else [*_without_tail(found), *_lists(found), *_tail(found)]:
         if "```" in line:
             open_before = not open_before
         if not fenced and not open_before and line.lstrip().startswith(">>>"):
@@ -223,12 +278,39 @@ def markdown(doc: str) -> str:
         elif fenced and not line.strip():
             out.append("```")
             fenced = False
-        if line.startswith(".. code-block"):
-            continue
+        line = line.replace("  # doctest: +SKIP", "")
         if not fenced and not open_before:
             line = re.sub(r":(?:func|class|meth|mod):`([^`]*)`", r"`\1`", line.replace("``", "`")).replace("::", ":")
         out.append(line)
     return "\n".join([*out, *(["```"] if fenced else [])])
+
+
+def _example(found: dict[str, list[str]]) -> int:
+    """Where the example begins in the text outside of sections."""
+    lines = found[""]
+    return next((i for i, line in enumerate(lines) if line.startswith(">>>")), len(lines))
+
+
+def _without_tail(found: dict[str, list[str]]) -> list[str]:
+    return found[""][: _example(found)]
+
+
+def _tail(found: dict[str, list[str]]) -> list[str]:
+    return ["", *found[""][_example(found) :]]
+
+
+def _lists(found: dict[str, list[str]]) -> Iterator[str]:
+    """The sections as lists; names of arguments and errors are code."""
+    for head in HEADS:
+        items = found.get(head, [])
+        if items:
+            yield from ("", f"**{head[:-1]}**", "")
+        if head == "Returns:":
+            yield " ".join(items)
+            continue
+        for item in items:
+            names, _, text = item.partition(": ")
+            yield f"* {', '.join(f'`{name}`' for name in names.split(', '))}: {text}" if text else f"* {item}"
 
 
 # ---- mkdocs ---------------------------------------------------------------------------------------------------------

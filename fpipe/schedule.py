@@ -36,8 +36,17 @@ MOST_BYTES = 64 << 20
 class Schedule:
     """One tuple of actions per rank, and the rank of each stage.
 
-    ``placement``, ``microbatches`` and ``slices``, those of each microbatch, are derived from the rows if they are left
-    out. Two schedules are equal when their rows, placement and counts are; ``name`` is a label.
+    Two schedules are equal when their rows, placement and counts are.
+
+    Args:
+        rows: one tuple of actions for each rank, in the order in which they run.
+        placement: which rank runs which stage; by default derived from the rows.
+        microbatches: how many there are; by default derived from the rows.
+        name: a label.
+        slices: how many slices each microbatch has; by default derived from the rows.
+
+    Raises:
+        ScheduleError: if a row contains something else than actions, or no placement fits.
 
     >>> s = Schedule.parse("[0F0, 0F1, 0B0, 0B1]\\n[1F0, 1B0, 1F1, 1B1]")
     >>> s.ranks, s.microbatches, s.stages
@@ -132,6 +141,16 @@ class Schedule:
     def parse(cls, text: str, *, name: str = "") -> Schedule:
         """Read what ``str(schedule)`` writes: one line a rank.
 
+        Args:
+            text: one line for each rank.
+            name: a label for the result.
+
+        Returns:
+            The schedule; not yet checked.
+
+        Raises:
+            ScheduleError: if the text cannot be read, with its line and column.
+
         >>> Schedule.parse("[0F0, 1F0, 1B0, 0B0]").placement
         Placement(0: [0, 1])
         """
@@ -139,6 +158,12 @@ class Schedule:
 
     def to_csv(self, path: str | PathLike[str]) -> None:
         """Write the CSV that torch.distributed.pipelining reads.
+
+        Args:
+            path: of the file, which is replaced.
+
+        Raises:
+            ScheduleError: if the file cannot be written.
 
         >>> import tempfile
         >>> file = Path(tempfile.mkdtemp(), "plan.csv")
@@ -154,12 +179,34 @@ class Schedule:
 
     @classmethod
     def from_csv(cls, path: str | PathLike[str]) -> Schedule:
-        """Read a CSV of ours or of torch.distributed.pipelining; its communication actions are dropped."""
+        """Read a CSV of ours or of torch.distributed.pipelining; its communication actions are dropped.
+
+        Args:
+            path: of the file.
+
+        Returns:
+            The schedule, with the name of the file; not yet checked.
+
+        Raises:
+            ScheduleError: if the file cannot be read.
+
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp(), "mine.csv")
+        >>> _ = file.write_text("0F0,0SEND_F0,0B0")
+        >>> Schedule.from_csv(file)
+        Schedule(mine, ranks=1, microbatches=1, stages=1)
+        """
         return cls(parse_csv(read_text(path)), name=Path(path).stem)
 
     # ---- parts --------------------------------------------------------------------------------------------------
     def only(self, ops: Iterable[str]) -> Schedule:
         """The same schedule with only the actions of these ops, order kept; fused ones shrink or fall apart.
+
+        Args:
+            ops: such as ``"F"`` or ``"BIW"``.
+
+        Returns:
+            A schedule with the same placement.
 
         >>> str(Schedule.parse("[0F0, 0B0]").only("F"))
         '[0F0]'
@@ -186,9 +233,16 @@ class Schedule:
 
     # ---- work ---------------------------------------------------------------------------------------------------
     def check(self, *, training: bool = True) -> Schedule:
-        """Return self, or raise ScheduleError naming rank, position, rule and remedy.
+        """Check every rule of dependence, and that no rank waits for ever.
 
-        ``training=False`` is for schedules of forwards alone.
+        Args:
+            training: False for schedules of forwards alone.
+
+        Returns:
+            The schedule itself.
+
+        Raises:
+            ScheduleError: names rank, position, rule and remedy.
 
         >>> Schedule.parse("[0F0, 0B0]").check()
         Schedule(ranks=1, microbatches=1, stages=1)
@@ -206,6 +260,15 @@ class Schedule:
 
     def simulate(self, costs: Costs | None = None) -> Timeline:
         """When each action would run, and what each rank would hold.
+
+        Args:
+            costs: what actions cost; by default 1 each for F, I and W.
+
+        Returns:
+            A ``Timeline``.
+
+        Raises:
+            ScheduleError: if the schedule cannot end, or the costs do not fit its stages.
 
         >>> Schedule.parse("[0F0, 0B0]").simulate(Costs(F=1, I=2, W=3)).total
         6.0

@@ -60,27 +60,30 @@ class Elsewhere:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage function with what the pipeline should know about it.
+    """A stage function with what the pipeline should know about it. A function without options needs none.
 
-    ``aux_loss``: fn returns ``(y, scalar)`` and the scalar is added to the loss. ``state``: ``fn(params, state, x)``
-    returns ``(y, state)``; it starts as ``initial_state``. If a stage has replicas, each updates its state from the
-    microbatches it runs, and the state of the first replica is returned. ``engine`` and ``compile`` override those of
-    the pipeline.
-    ``frozen`` names parameter leaves (dotted paths within the stage, shell patterns) that get no gradient; ``ties``
-    pairs a leaf's path with the name of a group whose members, across stages, are one parameter.
-
-    ``like`` declares what ``fn`` returns, for ``engine="eager"`` and a function whose control flow depends on tensor
-    values: a function of the same arguments whose result has the same structure, shapes and dtypes
-    (``lambda p, x: x`` for most blocks).
-
-    ``dynamic``: one trace serves all sizes of the axes that differ between calls. ``True``, axes, or axes by leaf
-    (``{"x": (0, 1), "mask": (2, 3)}``) say beforehand which ones may; ``False`` traces every size on its own.
-
-    ``name`` is the name of the stage in messages and checkpoints. ``layers`` numbers the equal blocks of the stage
-    within the model, so that checkpoints do not depend on where the model is cut: ``layers=range(4, 8)`` where the
-    parameters are a list of four blocks, ``layers={"blocks": range(4, 8), "wte": "embed"}`` where ``params["blocks"]``
-    is such a list, and ``params["wte"]`` is called ``embed`` in the model. ``weights`` are those of a module, by their
-    names in the stage; ``from_module`` sets them.
+    Args:
+        fn: ``fn(params, x, *, side)``; keyword-only arguments are side inputs.
+        aux_loss: ``fn`` returns ``(y, scalar)``, and the scalar is added to the loss.
+        state: ``fn(params, state, x)`` returns ``(y, state)``. If a stage has replicas, each updates its state from the
+            microbatches that it runs, and the state of the first replica is returned.
+        engine: overrides that of the pipeline.
+        compile: overrides that of the pipeline.
+        frozen: patterns of leaves of this stage that get no gradient: dotted paths within the stage, such as
+            ``"attention.*"``.
+        ties: pairs of a leaf's path and the name of a group, whose members, across stages, are one parameter.
+        name: of the stage, in messages and checkpoints.
+        initial_state: the first state, where the caller passes none.
+        like: what ``fn`` returns, for ``engine="eager"`` and a function whose control flow depends on values of
+            tensors: a function of the same arguments whose result has the same structure, shapes and dtypes (``lambda
+            p, x: x`` for most blocks).
+        dynamic: which axes of inputs may have any size without another trace: ``True``, axes, or axes by leaf,
+            ``{"x": (0, 1), "mask": (2, 3)}``. None: those that differ between calls. ``False`` traces every size.
+        layers: the numbers of the equal blocks of the stage within the model, so that checkpoints do not depend on
+            where the model is cut: ``range(4, 8)`` where the parameters are a list of four blocks, ``{"blocks":
+            range(4, 8), "wte": "embed"}`` where ``params["blocks"]`` is such a list, and ``params["wte"]`` is called
+            ``embed`` in the model.
+        weights: those of a module, by their names in the stage; ``from_module`` sets them.
 
     >>> Stage(lambda p, x: (x, x.sum()), aux_loss=True).aux_loss
     True
@@ -106,6 +109,9 @@ class Stage:
 
         The processes that have the stage describe it to the others when ``fpipe.pipeline`` builds the pipeline, which
         every process then calls.
+
+        Returns:
+            A stage that cannot be called.
 
         >>> Stage.elsewhere().label
         'a stage of another process'
@@ -192,6 +198,12 @@ def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     One recompute serves input and weight gradients. Works for a whole stage and for a part of one.
 
+    Args:
+        fn: a stage function, or a part of one.
+
+    Returns:
+        A function with the arguments and the result of ``fn``.
+
     >>> from fpipe import trace
     >>> programs = trace(remat(lambda p, x: torch.tanh(x @ p).exp()), torch.eye(2), torch.ones(1, 2))
     >>> programs.saved
@@ -222,6 +234,9 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
     Args:
         fn: a pure function whose result depends on its arguments alone, as that of a stage does. It may take and
             return any pytrees.
+
+    Returns:
+        A function with the arguments and the result of ``fn``.
 
     >>> from fpipe import trace
     >>> layer = block(lambda p, x: torch.tanh(x @ p))

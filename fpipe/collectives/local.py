@@ -29,6 +29,16 @@ _SENT = Done()
 def local(ranks: int | None = None, *, devices: Sequence[str | torch.device] | None = None) -> LocalGroup:
     """A group whose ranks are all in this process, on the CPU or on ``devices``, one per rank.
 
+    Args:
+        ranks: how many ranks there are; by default one for each device.
+        devices: one device for each rank; by default the CPU.
+
+    Returns:
+        A group. One thread runs its ranks, one after another.
+
+    Raises:
+        GroupError: if there is no rank, or not one device for each.
+
     >>> group = local(4)
     >>> group.size, group.here
     (4, (0, 1, 2, 3))

@@ -56,10 +56,22 @@ def init(
 ) -> MeshGroup | LocalGroup:  # fmt: skip
     """The group of this process: one rank under torchrun, all ranks if there is one process.
 
-    A pipeline has ``pp`` ranks. There are ``dp`` copies of it, and ``tp`` processes per stage, whose code calls
-    collectives; ``pp * dp * tp`` is the number of processes. ``pp`` defaults to that number divided by ``dp * tp``.
-    ``device`` and ``backend`` default to the accelerator of the machine and its backend. An initialized process group
-    is used as it is. A second call returns the group of the first, with its ``timeout``; the default is five minutes.
+    An initialized process group is used as it is. A second call returns the group of the first, with its ``timeout``.
+
+    Args:
+        pp: how many ranks a pipeline has; by default the number of processes divided by ``dp * tp``.
+        dp: how many copies of the pipeline there are; ``.dp`` of the result is the group of copies, for
+            ``pipeline(dp=)``.
+        tp: how many processes work on each stage; the code of the stages calls collectives of ``.tp``.
+        device: of this process; by default an accelerator of the machine, else the CPU.
+        backend: of torch.distributed; by default that of the device.
+        timeout: after how many seconds without a message a wait ends with an error; five minutes by default.
+
+    Returns:
+        The group of the pipeline that this process belongs to, with ``rank``, ``size``, ``dp`` and ``tp``.
+
+    Raises:
+        GroupError: if ``pp * dp * tp`` is not the number of processes, or the processes cannot connect.
 
     >>> init().size, init(pp=4).size  # without torchrun: all ranks are in this process
     (1, 4)

@@ -40,23 +40,32 @@ def launch(
     fn: Callable[..., Any], *args: Any, ranks: int, timeout: float | None = None, start: str | None = None,
     env: dict[str, str] | None = None, on: str = "processes",
 ) -> list[Any]:  # fmt: skip
-    """Run ``fn(*args)`` on ``ranks`` processes of this machine and return the results by rank.
+    """Run ``fn(*args)`` on ``ranks`` processes of this machine, and return the results by rank.
 
-    Inside, ``fpipe.init()`` connects the ranks. The results must be picklable. ``start`` is a start method of
-    multiprocessing: by default, a script's function is imported in each new process (keep the call under ``if __name__
-    == "__main__"``), and a notebook's process is forked. ``timeout`` bounds the whole run, in seconds; ``env`` is added
-    to the environment of each process. On Linux, the processes keep freed memory for their next step, unless a
+    Inside, ``fpipe.init()`` connects the ranks. On Linux, the processes keep freed memory for their next step, unless a
     ``MALLOC_`` variable, or ``GLIBC_TUNABLES`` for malloc, is set.
 
-    ``on="ray"`` starts one actor of a Ray cluster for each rank, each with an accelerator if the cluster has some
-    (``"ray:NPU"`` and ``"ray:CPU"`` name the resource of each); it needs ``pip install fpipe[ray]``.
+    Args:
+        fn: a function; in a script it is imported in each new process, so keep the call of ``launch`` under
+            ``if __name__ == "__main__"``.
+        args: its arguments.
+        ranks: how many processes are started.
+        timeout: of the whole run, in seconds.
+        start: a start method of multiprocessing; by default that which fits a script or a notebook.
+        env: what is added to the environment of each process.
+        on: ``"processes"`` of this machine, or ``"ray"``: one actor of a Ray cluster for each rank, each with an
+            accelerator if the cluster has some (``"ray:NPU"`` and ``"ray:CPU"`` name the resource of each); it needs
+            ``pip install fpipe[ray]``.
 
-    .. code-block:: python
+    Returns:
+        What ``fn`` returned, by rank; it must be picklable.
 
-        def rank_of():
-            return fpipe.init().rank
+    Raises:
+        LaunchError: if a process failed or the time is over; it names the rank that failed first.
 
-        fpipe.launch(rank_of, ranks=4)  # [0, 1, 2, 3]
+    >>> import fpipe, os
+    >>> fpipe.launch(os.getenv, "RANK", ranks=2)  # doctest: +SKIP
+    ['0', '1']
     """
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise LaunchError(f"ranks={ranks!r}; give a whole number of processes, 1 or more")

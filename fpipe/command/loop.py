@@ -113,7 +113,17 @@ class Loop:
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
     def checkpoints(self) -> tuple[int, ...]:
-        """The steps that have a complete checkpoint."""
+        """The steps that have a complete checkpoint.
+
+        Returns:
+            Numbers of steps, ascending.
+
+        >>> import fpipe, tempfile
+        >>> pipe = fpipe.pipeline([torch.mul] * 2, loss=torch.sum, microbatches=1, group=fpipe.local(2))
+        >>> loop = Loop(pipe, fpipe.sgd(0.1), path=tempfile.mkdtemp(), every=2, log=None)
+        >>> loop.checkpoints()
+        ()
+        """
         return tuple(step for step in self._folders() if is_complete(self.folder(step)))
 
     def _folders(self) -> list[int]:
@@ -124,7 +134,20 @@ class Loop:
         return sorted(int(match[1]) for match in found if match)
 
     def folder(self, step: int) -> Path:
-        """Where the checkpoint of a step is."""
+        """Where the checkpoint of a step is.
+
+        Args:
+            step: the number of a step.
+
+        Returns:
+            A path, whether or not the folder exists.
+
+        >>> import fpipe, tempfile
+        >>> pipe = fpipe.pipeline([torch.mul] * 2, loss=torch.sum, microbatches=1, group=fpipe.local(2))
+        >>> loop = Loop(pipe, fpipe.sgd(0.1), path=tempfile.mkdtemp(), every=2, log=None)
+        >>> loop.folder(4).name
+        'step-000000004'
+        """
         return Path(self.path or ".") / f"step-{step:09}"
 
     @property
@@ -184,6 +207,13 @@ class Loop:
 
         Raises:
             CheckpointError: if the last checkpoint is of another model, or damaged.
+
+        >>> import fpipe, tempfile
+        >>> pipe = fpipe.pipeline([torch.mul] * 2, loss=torch.sum, microbatches=1, group=fpipe.local(2))
+        >>> loop = Loop(pipe, fpipe.sgd(0.1), path=tempfile.mkdtemp(), every=2, log=None)
+        >>> params, state, step = loop.run([torch.ones(1), torch.ones(1)], lambda step: (torch.ones(1),), steps=2)
+        >>> step, params
+        (2, [tensor([0.8100]), tensor([0.8100])])
         """
         with _signalled() as signalled:
             now, saving = self._start(params, batch), None

@@ -20,7 +20,15 @@ from .kinds import KINDS, kind
 
 
 class Memory(NamedTuple):
-    """Bytes allocated now, and the peak since the last reset."""
+    """Bytes allocated now, and the peak since the last reset.
+
+    Args:
+        now: bytes allocated now.
+        peak: the most since the last reset.
+
+    >>> Memory(now=1, peak=2).peak
+    2
+    """
 
     now: int
     peak: int
@@ -30,6 +38,16 @@ def pick(device: str | torch.device | None = None, local_rank: int = 0) -> torch
     """The device of this process: the argument, else the accelerator of the machine, else the CPU.
 
     A missing index is 0 if exactly one device is visible (one was assigned to each process), else ``local_rank``.
+
+    Args:
+        device: a device or its name; by default the accelerator.
+        local_rank: the number of the process on its machine.
+
+    Returns:
+        The device.
+
+    Raises:
+        GroupError: if the machine has no such device.
 
     >>> pick("cpu")
     device(type='cpu')
@@ -51,6 +69,12 @@ def pick(device: str | torch.device | None = None, local_rank: int = 0) -> torch
 
 def current(device: str | torch.device) -> torch.device:
     """A device with the index that it has in this process: ``cuda`` is its current device, ``cpu:0`` is the CPU.
+
+    Args:
+        device: a device or its name.
+
+    Returns:
+        The device, with an index where its type has several.
 
     >>> current("cpu:0") == current("cpu") == torch.device("cpu")
     True
@@ -88,6 +112,12 @@ def _count(type: str) -> int:
 def memory(device: torch.device) -> Memory | None:
     """Bytes that torch has allocated on a device; None if it does not count them (the CPU).
 
+    Args:
+        device: a device.
+
+    Returns:
+        ``Memory``, or None.
+
     >>> memory(torch.device("cpu")) is None
     True
     """
@@ -97,7 +127,13 @@ def memory(device: torch.device) -> Memory | None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has completed all work; returns at once for the CPU."""
+    """Wait until the device has completed all work; returns at once for the CPU.
+
+    Args:
+        device: a device.
+
+    >>> synchronize(torch.device("cpu"))
+    """
     if _current(device):
         torch.accelerator.synchronize(device)
 
@@ -106,6 +142,12 @@ def default_attention(device: str | torch.device) -> str:
     """The attention implementation for a model: ``"sdpa"`` on devices with fused kernels, else ``"eager"``.
 
     Accepts devices whose package is not loaded, which torch does not know by name.
+
+    Args:
+        device: a device or its name.
+
+    Returns:
+        ``"sdpa"`` or ``"eager"``.
 
     >>> default_attention("cpu"), default_attention("mps"), default_attention("npu:1")
     ('sdpa', 'eager', 'eager')

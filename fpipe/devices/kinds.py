@@ -11,10 +11,15 @@ from types import MappingProxyType
 class DeviceKind:
     """The properties of a type of device.
 
-    ``backend`` is the default of torch.distributed, ``visible`` the environment variable that selects the devices a
-    process can use, ``package`` the package to import where support is not part of torch, ``attention`` the attention
-    implementation to use, ``fused_mask`` whether its kernel accepts an explicit mask, ``compile_many`` whether
-    torch.compile is trusted where several devices are used.
+    Args:
+        type: of ``torch.device``.
+        backend: the default of torch.distributed.
+        visible: the environment variable that selects the devices that a process can use.
+        package: the package to import where support is not part of torch.
+        attention: the attention implementation to use.
+        fused_mask: whether its kernel accepts an explicit mask.
+        compile_many: whether torch.compile is trusted where several devices are used.
+        name: for people.
 
     >>> kind("xpu").backend
     'xccl'
@@ -55,6 +60,12 @@ KINDS = MappingProxyType({row.type: row for row in _ROWS})
 
 def kind(type: str) -> DeviceKind:
     """The record of a device type; a conservative one for a type that is not in the table.
+
+    Args:
+        type: of ``torch.device``.
+
+    Returns:
+        A ``DeviceKind``.
 
     >>> kind("cuda").visible, kind("newcomer").attention
     ('CUDA_VISIBLE_DEVICES', 'eager')

@@ -82,9 +82,21 @@ def balance(
 ) -> Balance:  # fmt: skip
     """Propose cuts that make a step short: items stay in order, every stage gets one at least.
 
-    ``costs``: numbers in forward's order, or a mapping from names to numbers, or modules (a list, a mapping, or one
-    module for its children), whose costs are estimated. With names, ``cuts`` are names, as ``from_module`` takes
-    them. ``placement`` is a schedule by name, a Schedule, "loop", "v" or a Placement of either kind.
+    Args:
+        costs: of the items: numbers in the order of the forward, a mapping from names to numbers, or modules (a list, a
+            mapping, or one module for its children), whose costs are estimated.
+        ranks: how many ranks there are.
+        placement: a schedule by name, a ``Schedule``, ``"loop"``, ``"v"`` or a ``Placement`` of either kind.
+        stages: how many stages there are; by default those of the placement.
+        microbatches: for a schedule by name; by default twice the number of ranks.
+
+    Returns:
+        A value with ``cuts`` (names, as ``from_module`` takes them, where there are names), ``sizes``, ``costs`` of
+        stages, and the ``gain`` over stages of equal counts.
+
+    Raises:
+        StageError: if there are fewer items than stages, or a cost is no number.
+        ScheduleError: if the placement does not fit the ranks.
 
     >>> plan = balance([0, 1, 1, 1, 1, 1, 1, 3], ranks=4)
     >>> plan.sizes, plan.costs

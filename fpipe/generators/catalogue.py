@@ -94,6 +94,9 @@ _KNOWN |= {_key(other): _KNOWN[_key(name)] for other, name in _ALSO.items()}
 def schedule_names() -> tuple[str, ...]:
     """The names that :func:`make_schedule` knows, built-in ones first.
 
+    Returns:
+        Names, as text.
+
     >>> schedule_names()[:3]
     ('GPipe', '1F1B', 'Interleaved1F1B')
     """
@@ -122,12 +125,23 @@ def make_schedule(
     name: Name | str, ranks: int, microbatches: int, stages: int | None = None, *, memory: float | None = None,
     slices: int = 1,
 ) -> Schedule:  # fmt: skip
-    """The schedule called ``name`` for these counts; case, blanks, ``-`` and ``_`` in the name do not matter.
+    """The schedule called ``name`` for these counts.
 
-    ``stages`` is the total number of stages. The default is one or two per rank, depending on the schedule. ``memory``
-    is for "V": the share of the memory of 1F1B that a rank may hold, from a third to 1. ``slices`` is the number of
-    slices of the sequence of each microbatch: "Seq1F1B" and "SeqZBH1" order slices as others do microbatches; of any
-    other schedule, each action becomes one for each slice (see ``Schedule.sliced``).
+    Args:
+        name: one of :func:`schedule_names`; case, blanks, ``-`` and ``_`` do not matter.
+        ranks: how many ranks there are.
+        microbatches: how many microbatches a step has.
+        stages: how many stages there are in all; by default one or two for each rank, depending on the schedule.
+        memory: for ``"V"``: the share of the memory of 1F1B that a rank may hold, from a third to 1.
+        slices: into how many slices the sequence of each microbatch is cut. "Seq1F1B" and "SeqZBH1" order slices as
+            others do microbatches; of any other schedule, each action becomes one for each slice (see
+            ``Schedule.sliced``).
+
+    Returns:
+        A ``Schedule``.
+
+    Raises:
+        ScheduleError: if there is no such name, or the schedule has no form for these counts.
 
     >>> print(make_schedule("1F1B", ranks=2, microbatches=2))
     [0F0, 0F1, 0B0, 0B1]
@@ -218,8 +232,15 @@ def register_schedule(name: str) -> Callable[[Maker], Maker]: ...
 def register_schedule(name: str, fn: Maker | None = None) -> Maker | Callable[[Maker], Maker]:
     """Register ``fn(ranks, microbatches) -> Schedule`` under ``name`` for :func:`make_schedule`; also a decorator.
 
-    ``fn`` may take ``stages=`` too, the requested number or None. A registered name is replaced, a built-in one is
-    refused.
+    Args:
+        name: of the schedule; a registered name is replaced, a built-in one is refused.
+        fn: ``fn(ranks, microbatches)``, which may take ``stages=`` too, the requested number or None.
+
+    Returns:
+        ``fn``; without ``fn`` a decorator.
+
+    Raises:
+        ScheduleError: if the name is built in, or ``fn`` is no function.
 
     >>> @register_schedule("OneByOne")
     ... def one_by_one(ranks, microbatches):

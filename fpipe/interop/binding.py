@@ -53,7 +53,7 @@ class ModuleCall:
 
 
 class Bound:
-    """Modules bound to the stages of a pipeline; see :func:`bind`.
+    """Modules bound to the stages of a pipeline; :func:`bind` returns it. ``stages`` are for ``fpipe.pipeline``.
 
     >>> from fpipe import local, pipeline, value_and_grad
     >>> layers = [nn.Linear(2, 2), nn.Linear(2, 1)]
@@ -99,7 +99,15 @@ class Bound:
         return [None if row is None else {n: place.value.detach() for n, place in row.items()} for row in self._state]
 
     def unfrozen(self) -> bool:
-        """Whether a parameter requires a gradient that did not when the stages were built, which have none for it."""
+        """Whether a parameter requires a gradient that did not when the stages were built, which have none for it.
+
+        Returns:
+            True if stages must be bound again.
+
+        >>> bound = bind([nn.Linear(1, 1, bias=False)])
+        >>> bound.unfrozen()
+        False
+        """
         return any(place.value.requires_grad for place in self._frozen)
 
     def add_grads(self, grads: Sequence[Mapping[str, Tensor | None] | None]) -> None:
@@ -108,8 +116,16 @@ class Bound:
         A parameter of several stages gets its gradient once: tied leaves have the sum of all stages each. Frozen
         parameters have none, and those that were frozen since get none.
 
+        Args:
+            grads: one entry for each stage.
+
         Raises:
             StageError: if there is not one entry per stage, or a gradient has the shape of no parameter of that name.
+
+        >>> layer = nn.Linear(1, 1, bias=False)
+        >>> bind([layer]).add_grads([{"weight": torch.ones(1, 1)}])
+        >>> layer.weight.grad
+        tensor([[1.]])
         """
         if len(grads) != len(self.stages):
             raise StageError(f"{len(grads)} entries of gradients for {len(self.stages)} stages; give one per stage")
@@ -145,7 +161,16 @@ class Bound:
         return row[name]
 
     def write_state(self, state: Sequence[Mapping[str, Tensor] | None]) -> None:
-        """Write the state that a call returned into the buffers of the modules."""
+        """Write the state that a call returned into the buffers of the modules.
+
+        Args:
+            state: one entry for each stage, None for stages of other processes.
+
+        >>> norm = nn.BatchNorm1d(1)
+        >>> bind([norm], state=["running_mean"]).write_state([{"running_mean": torch.ones(1)}])
+        >>> norm.running_mean
+        tensor([1.])
+        """
         with torch.no_grad():
             for row, found in zip(self._state, state, strict=True):
                 if row is not None and found is not None:

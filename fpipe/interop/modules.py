@@ -100,6 +100,9 @@ def to_module(
         gather: the pipeline, where stages are on other processes (their entries are ``None``). Every process calls this
             function, the tensors of a stage are sent from the rank that has it, and every module gets all of them.
 
+    Returns:
+        ``model``.
+
     Raises:
         StageError: if a stage is on another process and ``gather`` is not given, or a tensor does not fit the module.
 

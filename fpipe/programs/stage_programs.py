@@ -28,11 +28,17 @@ from .sizes import Numbers
 
 @dataclass(frozen=True, eq=False)
 class Programs:
-    """The four programs of a stage and the names by which they share values.
+    """The programs of a stage, as ``fpipe.trace`` returns them: functions whose ``.code`` is their source.
 
-    ``ys``, ``dps`` and ``dxs`` name the outputs and the gradients, leaf by leaf (``None``: not a tensor, or no gradient
-    flows); a name may be an input's, where a leaf is returned unchanged. ``saved`` are the names held from F to I or B,
-    ``kept`` those from I to W.
+    ``y, saved = forward(params, x)`` and ``dx, dparams = backward(saved, dy)``; or, with the same bits, ``dx, kept =
+    backward_input(saved, dy)`` and ``dparams = backward_weight(kept)``. ``saved`` names the values held from F to I or
+    B, ``kept`` those from I to W.
+
+    >>> from fpipe import trace
+    >>> programs = trace(lambda p, x: x * p, torch.tensor(3.0), torch.ones(2))
+    >>> y, saved = programs.forward(torch.tensor(3.0), torch.ones(2))
+    >>> programs.backward(saved, torch.ones(2))
+    (tensor([3., 3.]), tensor(2.))
     """
 
     f: Program

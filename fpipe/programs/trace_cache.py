@@ -60,6 +60,19 @@ _EAGER: WeakValueDictionary[Key, Programs] = WeakValueDictionary()
 def trace(fn: Callable[..., Any] | Stage, params: Tree, x: Tree, *, state: Tree = None, **side: Tree) -> Programs:
     """Turn a pure stage function into its four programs; cached by function, shapes, dtypes and devices.
 
+    Args:
+        fn: a function as for ``fpipe.pipeline``, or a ``Stage``.
+        params, x: example arguments; their values do not matter.
+        state: the state of a stage that carries one.
+        side: its side inputs.
+
+    Returns:
+        ``Programs``: ``forward``, ``backward``, ``backward_input`` and ``backward_weight`` are functions, whose
+        ``.code`` is their source.
+
+    Raises:
+        TraceError: if the function cannot be traced, with the line and a remedy.
+
     >>> programs = trace(lambda p, x: torch.tanh(x @ p), torch.eye(2), torch.ones(1, 2))
     >>> y, saved = programs.forward(torch.eye(2), torch.ones(1, 2))
     >>> dx, dparams = programs.backward(saved, torch.ones(1, 2))

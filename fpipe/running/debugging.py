@@ -32,8 +32,14 @@ _ON: ContextVar[bool] = ContextVar("debugging", default=False)
 class debug:  # noqa: N801  (a function in all but name, as torch.no_grad is)
     """Check every result for NaN and infinity, and every run for values that it did not free. Slow; off by default.
 
-    ``with debug():`` for a while, or ``debug()`` from here on, or ``debug(False)`` to stop, in this thread. The error
-    names the first action whose result is wrong, the operation in it, and whether the NaN was in its inputs.
+    ``with debug():`` for a while, or ``debug()`` from here on, in this thread. The error names the
+    first action whose result is wrong, the operation in it, and whether the NaN was in its inputs.
+
+    Args:
+        on: False stops it.
+
+    Raises:
+        ActionError: in a call, if a result is NaN or infinite.
 
     >>> from fpipe import grad, local, pipeline
     >>> pipe = pipeline([lambda p, x: (x * p).log()] * 2, loss=lambda y: y.sum(), microbatches=1, group=local(2))

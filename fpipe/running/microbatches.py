@@ -23,6 +23,12 @@ from .absent import Absent, stand_ins
 class Microbatches:
     """Already split pytrees, which may differ in shape; passed in place of a batch.
 
+    Args:
+        parts: one pytree for each microbatch.
+
+    Raises:
+        BatchError: if there is none.
+
     >>> mbs = Microbatches([torch.ones(2), torch.ones(3)])
     >>> len(mbs), mbs[1].shape
     (2, torch.Size([3]))

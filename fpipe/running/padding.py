@@ -63,10 +63,24 @@ def pad(
     """Pad sequences on the right: to a multiple, and with ``uniform=True`` to one length over all microbatches.
 
     A microbatch's length is that of its tensors on ``axis``, or where these differ that of its whole numbers there
-    (ids, labels, positions); ``length`` names a leaf that has it. Tensors of that length are padded, all other leaves
-    stay. ``values`` says what a pad holds, by leaf name or shell pattern, matched on the whole dotted name and on its
-    last part: a number, ``"restart"`` for positions that begin again at 0, or ``None`` to leave the leaf alone. Names
-    that are not given hold -100 in labels and targets, restart in positions, and are 0 elsewhere.
+    (ids, labels, positions). Tensors of that length are padded, all other leaves stay.
+
+    Args:
+        microbatches: one pytree for each microbatch.
+        multiple: lengths become multiples of it.
+        uniform: whether all microbatches get one length.
+        values: what a pad holds, by leaf name or shell pattern, matched on the whole dotted name and on its last part:
+            a number, ``"restart"`` for positions that begin again at 0, or None to leave the leaf alone. Names that are
+            not given hold -100 in labels and targets, restart in positions, and are 0 elsewhere.
+        axis: the axis of the sequence.
+        length: the name of a leaf that has the length of the microbatch.
+
+    Returns:
+        ``(microbatches, unpad)``: an ``fpipe.Microbatches``, and a function from outputs by microbatch to those without
+        pads.
+
+    Raises:
+        BatchError: if the length of a microbatch is not clear, or an option is wrong.
 
     >>> short = {"input_ids": torch.ones(1, 3), "labels": torch.ones(1, 3), "name": "a"}
     >>> mbs, unpad = pad([short, {**short, "input_ids": torch.ones(1, 3)}], multiple=4)

@@ -38,9 +38,16 @@ def weighted(fn: Callable[..., Any]) -> Weighted:
     """Weight each microbatch's mean loss by ``fn(*targets)`` over the sum of all, known before the first backward.
 
     With copies of the pipeline (``dp=``) the sum is over all copies, or with ``dp_reduction="mean"`` over each.
-    Keyword-only arguments are side inputs. The loss of a microbatch of weight 0 is not counted, also where it is NaN,
+    The loss of a microbatch of weight 0 is not counted, also where it is NaN,
     as a mean over no tokens is. Its gradient is multiplied by 0, as in autograd: a loss that divides by its count must
     divide by 1 where that is 0.
+
+    Args:
+        fn: a function of the targets of a microbatch that returns one number, such as a count of tokens; its
+            keyword-only arguments are side inputs.
+
+    Returns:
+        A value for ``fpipe.pipeline(reduction=)``.
 
     >>> weighted(lambda target: (target >= 0).sum()).fn(torch.tensor([1, -1]))
     tensor(1)

@@ -55,7 +55,13 @@ def load(
     Raises:
         CheckpointError: on every process, if the checkpoint is incomplete, damaged or of another model.
 
-    See ``fpipe.save`` for an example.
+    >>> import fpipe, tempfile
+    >>> pipe = fpipe.pipeline([torch.mul] * 2, loss=torch.sum, microbatches=1, group=fpipe.local(2))
+    >>> path = tempfile.mkdtemp() + "/step-7"
+    >>> _ = fpipe.save(path, pipe, params=[torch.ones(1), torch.zeros(1)], step=7)
+    >>> load(path, pipe, "params", "step")
+    ([tensor([1.]), tensor([0.])], 7)
+
     """
     folder = folder_of(path, pipe)
     manifest = agree(pipe, lambda: Manifest.read(folder))

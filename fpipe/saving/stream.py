@@ -68,8 +68,8 @@ def stream(
         to: the only rank of the pipeline that gets tensors; the others get such on the device "meta".
         rename: from names in the model to others.
 
-    Yields:
-        Names and tensors, on the device of the first rank of this process.
+    Returns:
+        An iterator of ``(name, tensor)``, on the device of the first rank of this process.
 
     Raises:
         CheckpointError: on every process, if leaves have no names, or each copy has its own (``own=``).

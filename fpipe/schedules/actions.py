@@ -69,6 +69,11 @@ def unit(number: int, slices: int) -> int:
 class Action(NamedTuple):
     """One piece of work: ``op`` of ``stage`` on a microbatch, or on a slice of one.
 
+    Args:
+        stage: the number of the stage.
+        op: ``F`` forward, ``I`` gradient of the input, ``W`` gradients of the parameters, ``B`` both in one.
+        microbatch: the number of the microbatch, or a ``Slice`` of one.
+
     >>> Action(3, "F", 0), Action(3, "F", Slice(0, 1, of=2))
     (3F0, 3F0.1)
     >>> Action(3, "F", 0).op, Action(3, "F", Slice(7, 1, of=2)).whole
@@ -102,6 +107,9 @@ class Action(NamedTuple):
 
 class Fused(NamedTuple):
     """Two or more actions run as one; no part needs what another part provides.
+
+    Args:
+        parts: the actions, in the order in which they are printed.
 
     >>> Fused((Action(0, "F", 1), Action(3, "B", 0)))
     (0F1;3B0)OVERLAP_F_B

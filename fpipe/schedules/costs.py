@@ -31,17 +31,31 @@ Predict: TypeAlias = Callable[[AnyAction], "Beside | float | None"]
 class Costs:
     """What actions cost: each one number, or one per stage (a sequence, or a mapping from stage to number).
 
-    ``F``, ``I``, ``W`` and ``B`` (default: I + W) are times. ``overlap`` is the time of a fused action, by the stage of
-    its first part (default: the sum of its parts), or a function of an action, as ``pipe.plan(...).costs`` has. A
-    message between different ranks takes ``comm``, a latency, plus ``boundary``, its bytes, over ``bandwidth``, bytes
-    per time; besides, it keeps its sender's rank busy for ``send``, after the action, and its receiver's for
-    ``receive``, before the action that needs it. All of these may differ by boundary, one number between each stage and
-    the next. Memory: ``saved`` bytes are held from F on; I leaves ``kept`` of them (default: all) for W, and W or B
-    frees the rest. So F adds ``saved``, I adds ``kept - saved``, W adds ``-kept`` and B ``-saved``.
+    A message between different ranks takes ``comm + boundary / bandwidth``. F adds ``saved`` bytes to what its rank
+    holds, I adds ``kept - saved``, W adds ``-kept`` and B ``-saved``.
 
-    Microbatches may differ, one number for each: ``load`` multiplies the times of its actions, and ``size`` the bytes
-    that it saves, keeps and sends. Where microbatches have slices, a slice has an equal share of them, and ``load`` and
-    ``size`` may have one number for each slice of every microbatch: later slices of causal attention take longer.
+    Where microbatches have slices, a slice has an equal share of the costs.
+
+    Args:
+        F, I, W: the times of these actions.
+        B: the time of B; by default I + W.
+        overlap: the time of a fused action, by the stage of its first part, or a function of an action, as
+            ``pipe.plan(...).costs`` has; by default the sum of its parts.
+        comm: the latency of a message. This and the next four may differ by boundary, one number between each stage and
+            the next.
+        boundary: the bytes of a message.
+        bandwidth: bytes per time.
+        send: how long a message keeps its sender's rank busy, after the action.
+        receive: how long it keeps its receiver's rank busy, before the action that needs it.
+        saved: the bytes that are held from F on.
+        kept: those that I leaves for W; by default all.
+        load: one number for each microbatch, or for each slice of every microbatch, which multiplies the times of its
+            actions: later slices of causal attention take longer.
+        size: such numbers, which multiply the bytes that a microbatch saves, keeps and sends.
+        unit: of times, for texts and pictures, such as ``"ms"``.
+
+    Raises:
+        ScheduleError: if a cost is not a number, or is negative.
 
     >>> Costs(F=1, I=[1, 2], W=0.5)
     Costs(F=1.0, I=(1.0, 2.0), W=0.5)
@@ -78,6 +92,15 @@ class Costs:
     def parse(cls, text: str) -> Costs:
         """From ``name=number`` with commas between; ``name=1:2:1`` gives one number per stage.
 
+        Args:
+            text: names of the arguments of ``Costs``, and their values.
+
+        Returns:
+            The costs; what is not named has its default.
+
+        Raises:
+            ScheduleError: if a name or a number cannot be read.
+
         >>> Costs.parse("F=1, B=2:3, comm=0.1")
         Costs(F=1.0, I=1.0, W=1.0, B=(2.0, 3.0), comm=0.1)
         """
@@ -97,6 +120,12 @@ class Costs:
     def to_json(self) -> str:
         """These costs as JSON, defaults left out.
 
+        Returns:
+            The text, which ``from_json`` and the command line read.
+
+        Raises:
+            ScheduleError: if ``overlap`` is a function, which has no text.
+
         >>> Costs(F=2, I=[1, 3]).to_json()
         '{"F": 2.0, "I": [1.0, 3.0]}'
         """
@@ -107,6 +136,15 @@ class Costs:
     @classmethod
     def from_json(cls, text: str) -> Costs:
         """Read what :meth:`to_json` wrote.
+
+        Args:
+            text: JSON.
+
+        Returns:
+            The costs.
+
+        Raises:
+            ScheduleError: if the text is not such JSON.
 
         >>> Costs.from_json('{"F": 2, "I": [1, 3]}')
         Costs(F=2.0, I=(1.0, 3.0), W=1.0)
@@ -124,6 +162,15 @@ class Costs:
     def times(self, stages: int) -> dict[str, tuple[float, ...]]:
         """op -> the time that it takes on each stage; ``"overlap"`` only if it has a number.
 
+        Args:
+            stages: how many stages there are.
+
+        Returns:
+            A mapping from op to one number for each stage.
+
+        Raises:
+            ScheduleError: if a cost is a sequence of another length.
+
         >>> Costs(I=2).times(2)["B"]
         (3.0, 3.0)
         """
@@ -136,6 +183,15 @@ class Costs:
 
     def memory(self, stages: int) -> dict[str, tuple[float, ...]]:
         """op -> what it adds to the bytes that its rank holds, for each stage.
+
+        Args:
+            stages: how many stages there are.
+
+        Returns:
+            A mapping from op to one number for each stage.
+
+        Raises:
+            ScheduleError: if a cost is a sequence of another length.
 
         >>> Costs(saved=10, kept=4).memory(1)
         {'F': (10.0,), 'I': (-6.0,), 'W': (-4.0,), 'B': (-10.0,)}

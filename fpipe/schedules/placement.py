@@ -18,11 +18,14 @@ _refuse = partial(ScheduleError, rule="placement")
 class Placement:
     """Which rank runs each stage, for each microbatch.
 
-    ``paths[k][s]`` is the rank that runs stage ``s`` for the microbatches of route ``k``; ``route[m]`` is the path
-    of microbatch ``m``, or of slice ``m`` of all. With one path the route is empty, and each stage is on one rank. A
-    stage that is on different ranks in different paths has replicas (DualPipe, Chimera). Paths that no microbatch takes
-    are removed, and the others are sorted by the first microbatch that takes them, so that equal placements compare
-    equal.
+    With one path each stage is on one rank. A stage that is on different ranks in different paths has replicas
+    (DualPipe, Chimera). Paths that no microbatch takes are removed, and the others are sorted by the first microbatch
+    that takes them, so that equal placements compare equal.
+
+    Args:
+        paths: ``paths[k][s]`` is the rank that runs stage ``s`` for the microbatches of route ``k``.
+        ranks: how many ranks there are.
+        route: ``route[m]`` is the path of microbatch ``m``, or of slice ``m`` of all; empty where there is one path.
 
     >>> Placement.v(2)
     Placement(0: [0, 3], 1: [1, 2])
@@ -58,6 +61,13 @@ class Placement:
     def loop(cls, ranks: int, per_rank: int = 1) -> Placement:
         """Stage ``s`` on rank ``s % ranks``.
 
+        Args:
+            ranks: how many ranks there are.
+            per_rank: how many stages each holds.
+
+        Returns:
+            The placement, as of 1F1B and Interleaved1F1B.
+
         >>> Placement.loop(2, 2)
         Placement(0: [0, 2], 1: [1, 3])
         """
@@ -66,6 +76,13 @@ class Placement:
     @classmethod
     def v(cls, ranks: int, per_rank: int = 2) -> Placement:
         """Down the ranks and up again, ``per_rank`` times in all: rank 0 holds the first and, for 2, the last stage.
+
+        Args:
+            ranks: how many ranks there are.
+            per_rank: how many stages each holds.
+
+        Returns:
+            The placement, as of ZBV and DualPipeV.
 
         >>> Placement.v(3)
         Placement(0: [0, 5], 1: [1, 4], 2: [2, 3])
@@ -76,6 +93,15 @@ class Placement:
     @classmethod
     def of(cls, stages_by_rank: Sequence[Iterable[int]]) -> Placement:
         """From the stages that each rank holds, each stage on exactly one.
+
+        Args:
+            stages_by_rank: for each rank, its stages.
+
+        Returns:
+            The placement.
+
+        Raises:
+            ScheduleError: if a stage is missing or on two ranks.
 
         >>> Placement.of([[0, 3], [1, 2]]) == Placement.v(2)
         True
@@ -96,6 +122,14 @@ class Placement:
     def bidirectional(cls, ranks: int, microbatches: int, up: Iterable[int]) -> Placement:
         """Stage ``s`` on rank ``s`` and, for the microbatches in ``up``, on rank ``ranks - 1 - s``.
 
+        Args:
+            ranks: how many ranks, and stages, there are.
+            microbatches: how many microbatches there are.
+            up: the microbatches that run from the last rank to the first.
+
+        Returns:
+            The placement, as of DualPipe and Chimera.
+
         >>> Placement.bidirectional(2, 4, up=[2, 3]).rank_of(0, microbatch=3)
         1
         """
@@ -108,6 +142,15 @@ class Placement:
 
         A stage is on the rank of its actions. If these are on several ranks, each microbatch has its own rank: that of
         its actions or, if they differ, of most of them (``check`` then reports the others).
+
+        Args:
+            rows: the actions of each rank, as in a ``Schedule``.
+
+        Returns:
+            The placement.
+
+        Raises:
+            ScheduleError: if a stage has no action.
 
         >>> from fpipe.schedules.actions import Action
         >>> Placement.from_rows([(Action(0, "F", 0), Action(1, "F", 1)), (Action(1, "F", 0), Action(0, "F", 1))]).paths
@@ -141,11 +184,32 @@ class Placement:
         return len(self.paths) > 1
 
     def rank_of(self, stage: int, microbatch: int = 0) -> int:
-        """The rank that runs ``stage`` for ``microbatch``."""
+        """The rank that runs ``stage`` for ``microbatch``.
+
+        Args:
+            stage: the number of the stage.
+            microbatch: which of several paths counts.
+
+        Returns:
+            The rank.
+
+        >>> Placement.v(2).rank_of(3)
+        0
+        """
         return self.path(microbatch)[stage]
 
     def path(self, microbatch: int) -> tuple[int, ...]:
-        """The rank of every stage, for one microbatch."""
+        """The rank of every stage, for one microbatch.
+
+        Args:
+            microbatch: the number of the microbatch.
+
+        Returns:
+            One rank for each stage.
+
+        >>> Placement.v(2).path(0)
+        (0, 1, 1, 0)
+        """
         return self.paths[self.path_index(microbatch)]
 
     def path_index(self, microbatch: int) -> int:
@@ -153,7 +217,17 @@ class Placement:
         return self.route[microbatch % len(self.route)] if self.route else 0
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
-        """All ranks of ``stage``, in path order, each once."""
+        """All ranks of ``stage``, in path order, each once.
+
+        Args:
+            stage: the number of the stage.
+
+        Returns:
+            The ranks: more than one where the stage has replicas.
+
+        >>> Placement.v(2).ranks_of(3)
+        (0,)
+        """
         return tuple(dict.fromkeys(path[stage] for path in self.paths))
 
     def sliced(self, slices: int) -> Placement:
@@ -165,7 +239,17 @@ class Placement:
         return Placement(self.paths, self.ranks, tuple(k for k in self.route for _ in range(slices)))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that ``rank`` holds, ascending."""
+        """The stages that ``rank`` holds, ascending.
+
+        Args:
+            rank: the rank.
+
+        Returns:
+            Numbers of stages.
+
+        >>> Placement.v(2).stages_of(0)
+        (0, 3)
+        """
         return self._held[rank]
 
     @cached_property

@@ -63,7 +63,18 @@ class Timeline:
     def measured(
         cls, spans: Iterable[tuple[int, AnyAction, float, float]], *, name: str = "", unit: str = "s"
     ) -> Timeline:
-        """From measured (rank, action, start, end), in any order, all by one clock.
+        """From measured ``(rank, action, start, end)``.
+
+        Args:
+            spans: in any order, all by one clock.
+            name: of the timeline, in pictures.
+            unit: of times.
+
+        Returns:
+            A timeline that begins at the first start.
+
+        Raises:
+            ScheduleError: if there is no span, or a time is not finite.
 
         >>> from fpipe.schedules.actions import Action
         >>> t = Timeline.measured([(0, Action(0, "F", 0), 5.0, 6.5), (1, Action(1, "F", 0), 6.75, 8.0)])
@@ -107,7 +118,19 @@ class Timeline:
         return tuple(self)
 
     def of_rank(self, rank: int) -> tuple[Span, ...]:
-        """The spans of one rank, in order."""
+        """The spans of one rank, in order.
+
+        Args:
+            rank: the rank.
+
+        Returns:
+            A tuple of ``Span``.
+
+        >>> from fpipe import make_schedule
+        >>> t = make_schedule("1F1B", 2, 2).simulate()
+        >>> t.of_rank(1)[0]
+        Span(rank=1, position=0, action=1F0, start=1.0, end=2.0)
+        """
         return tuple(map(Span, repeat(rank), count(), self.rows[rank], self.starts[rank], self.ends[rank]))
 
     def _at(self, rank: int, position: int) -> Span:
@@ -176,7 +199,19 @@ class Timeline:
         return most
 
     def curve(self, rank: int) -> tuple[tuple[float, float], ...]:
-        """(time, amount that the rank holds from then on): an action adds at its start and frees at its end."""
+        """What a rank holds over time: an action adds at its start and frees at its end.
+
+        Args:
+            rank: the rank.
+
+        Returns:
+            Pairs of a time, and the amount that is held from then on.
+
+        >>> from fpipe import make_schedule
+        >>> t = make_schedule("1F1B", 2, 2).simulate()
+        >>> t.curve(1)
+        ((1.0, 1.0), (4.0, 0.0), (4.0, 1.0), (7.0, 0.0))
+        """
         held = 0.0
         points: list[tuple[float, float]] = []
         for action, start, end in zip(self.rows[rank], self.starts[rank], self.ends[rank], strict=True):
@@ -239,7 +274,20 @@ class Timeline:
         return {fact: (rank, position) for fact, rank, position in facts if fact in causes}
 
     def waited_for(self, rank: int, position: int) -> Wait | None:
-        """What a free rank waited for before this action; None if it did not wait."""
+        """What a free rank waited for before this action; None if it did not wait.
+
+        Args:
+            rank: the rank.
+            position: of the action in its row.
+
+        Returns:
+            A ``Wait``: the rank and the position of the action that it waited for, and the time.
+
+        >>> from fpipe import make_schedule
+        >>> t = make_schedule("1F1B", 2, 2).simulate()
+        >>> t.waited_for(1, 0)
+        Wait(rank=0, position=0, time=1.0)
+        """
         source = self._sources.get(self.causes[rank][position])
         free = self.ends[rank][position - 1] if position else self.start
         return Wait(*source, self.starts[rank][position] - free) if source else None
@@ -261,7 +309,20 @@ class Timeline:
 
     # ---- pictures -----------------------------------------------------------------------------------------------
     def draw(self, width: int | None = None, color: bool | None = None) -> str:
-        """The timeline as text: a line per rank, as wide as the terminal, coloured where it is one."""
+        """The timeline as text: a line for each rank.
+
+        Args:
+            width: in characters; by default that of the terminal.
+            color: whether to colour; by default where the output is a terminal.
+
+        Returns:
+            The text.
+
+        >>> from fpipe import make_schedule
+        >>> t = make_schedule("1F1B", 2, 2).simulate()
+        >>> "rank 1" in t.draw(width=60)
+        True
+        """
         return pictures.draw(self, width=width, color=color)
 
     def save(

@@ -31,9 +31,17 @@ SIZES = (1, 2, 3, 4, 8, 16, 28, 30, 31, 32, 33, 48, 257)
 
 
 def conform(group: Group, cases: Sequence[Case] | None = None) -> list[str]:
-    """Run the suite on a group; every process of it must call this. Returns the names of the cases, all passed.
+    """Run the suite on a group; every process of it must call this.
 
-    Raises AssertionError, or the error of the group, with a note that names the case.
+    Args:
+        group: a group of any kind.
+        cases: of ``CASES``; by default all.
+
+    Returns:
+        The names of the cases, all passed.
+
+    Raises:
+        AssertionError: or the error of the group, with a note that names the case.
 
     >>> from fpipe.collectives.local import local
     >>> conform(local(3))[0]

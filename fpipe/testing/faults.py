@@ -11,7 +11,17 @@ from ..errors import GroupError
 
 @dataclass(frozen=True)
 class Delay:
-    """The ``nth`` message (from 0) of a channel arrives so many seconds late, by the clock of the world."""
+    """The ``nth`` message (from 0) of a channel arrives so many seconds late, by the clock of the world.
+
+    Args:
+        src: the rank that sends.
+        dst: the rank that receives.
+        nth: which message of the channel, from 0.
+        seconds: by how much it is late.
+
+    >>> Delay(0, 1, nth=0, seconds=2.0)
+    Delay(src=0, dst=1, nth=0, seconds=2.0)
+    """
 
     src: int
     dst: int
@@ -21,7 +31,16 @@ class Delay:
 
 @dataclass(frozen=True)
 class Drop:
-    """The ``nth`` message of a channel never arrives."""
+    """The ``nth`` message of a channel never arrives.
+
+    Args:
+        src: the rank that sends.
+        dst: the rank that receives.
+        nth: which message of the channel, from 0.
+
+    >>> Drop(0, 1, nth=3)
+    Drop(src=0, dst=1, nth=3)
+    """
 
     src: int
     dst: int
@@ -30,7 +49,16 @@ class Drop:
 
 @dataclass(frozen=True)
 class Duplicate:
-    """The ``nth`` message of a channel arrives twice, so later ones are received one place late."""
+    """The ``nth`` message of a channel arrives twice, so later ones are received one place late.
+
+    Args:
+        src: the rank that sends.
+        dst: the rank that receives.
+        nth: which message of the channel, from 0.
+
+    >>> Duplicate(0, 1, nth=3)
+    Duplicate(src=0, dst=1, nth=3)
+    """
 
     src: int
     dst: int
@@ -39,7 +67,17 @@ class Duplicate:
 
 @dataclass(frozen=True)
 class Corrupt:
-    """The ``nth`` message of a channel arrives with the bits of one byte inverted."""
+    """The ``nth`` message of a channel arrives with the bits of one byte inverted.
+
+    Args:
+        src: the rank that sends.
+        dst: the rank that receives.
+        nth: which message of the channel, from 0.
+        byte: which byte of the message.
+
+    >>> Corrupt(0, 1, nth=0)
+    Corrupt(src=0, dst=1, nth=0, byte=0)
+    """
 
     src: int
     dst: int
@@ -49,7 +87,15 @@ class Corrupt:
 
 @dataclass(frozen=True)
 class Kill:
-    """A rank ends before its ``before``-th call of the group (from 0), without an error report."""
+    """A rank ends before its ``before``-th call of the group (from 0), without an error report.
+
+    Args:
+        rank: the rank that ends.
+        before: which of its calls, from 0, it does not make.
+
+    >>> Kill(1, before=0)
+    Kill(rank=1, before=0)
+    """
 
     rank: int
     before: int
@@ -57,7 +103,15 @@ class Kill:
 
 @dataclass(frozen=True)
 class Refuse:
-    """An operation raises UnsupportedError, on one rank or on all: "send", "recv", "share", "all_reduce", ..."""
+    """An operation raises UnsupportedError, on one rank or on all.
+
+    Args:
+        operation: ``"send"``, ``"recv"``, ``"share"``, ``"all_reduce"`` and others.
+        rank: the only rank that refuses; by default all do.
+
+    >>> Refuse("share")
+    Refuse(operation='share', rank=None)
+    """
 
     operation: str
     rank: int | None = None

@@ -19,7 +19,11 @@ Order: TypeAlias = Literal["buffered", "lockstep"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank ended: its result, its error (it was the ``nth`` to fail), or that a fault killed it."""
+    """How a rank ended: its ``value``, its ``error`` (it was the ``nth`` to fail), or ``killed`` by a fault.
+
+    >>> outcomes(lambda group: group.rank, ranks=2)[1].value
+    1
+    """
 
     rank: int
     value: Any = None
@@ -34,9 +38,23 @@ def run(
 ) -> list[Any]:  # fmt: skip
     """Run ``fn(group)`` on fake ranks in this process; the results by rank.
 
-    One rank runs at a time, and the next one is drawn from ``seed``: the same seed gives the same run. The first error
-    of a rank is raised, and a GroupError where one of the ``faults`` did not occur. ``order="lockstep"`` makes every
-    send block until its receive is posted. ``timeout`` is in seconds of a simulated clock, which take no time.
+    One rank runs at a time: the same seed gives the same run.
+
+    Args:
+        fn: a function of the group of its rank.
+        ranks: how many ranks there are.
+        order: ``"buffered"``: messages arrive later, each channel in order. ``"lockstep"``: every send blocks until its
+            receive is posted.
+        seed: draws which rank runs next.
+        faults: what goes wrong: ``Kill``, ``Drop``, ``Delay``, ``Duplicate``, ``Corrupt``, ``Refuse``.
+        timeout: of a wait, in seconds of a simulated clock, which take no time.
+
+    Returns:
+        What ``fn`` returned, by rank.
+
+    Raises:
+        LaunchError: if a rank was killed.
+        GroupError: if one of the faults did not occur. Besides, the first error of a rank is raised.
 
     >>> def ring(group):
     ...     import torch; from fpipe.tree import Spec
@@ -69,6 +87,12 @@ def outcomes(
     faults: Sequence[Fault] = (), timeout: float = 60.0,
 ) -> list[Outcome]:  # fmt: skip
     """As :func:`run`, but every rank runs to its end; how each ended, by rank.
+
+    Args:
+        fn, ranks, order, seed, faults, timeout: as for ``run``.
+
+    Returns:
+        One ``Outcome`` for each rank.
 
     Raises:
         GroupError: if one of the faults can never occur, or did not.

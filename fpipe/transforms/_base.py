@@ -124,6 +124,9 @@ def on_leaves(function: Callable[[list[Tensor]], list[Tensor]], *inputs: Any) ->
 def identity() -> Transform:
     """Return gradients unchanged.
 
+    Returns:
+        A ``Transform``.
+
     >>> identity().update([torch.ones(1)], ())
     ([tensor([1.])], ())
     """
@@ -132,6 +135,15 @@ def identity() -> Transform:
 
 def chain(*transforms: Transform) -> Transform:
     """Apply transforms one after another; the state is the tuple of their states.
+
+    Args:
+        transforms: in the order in which they see the gradients.
+
+    Returns:
+        A ``Transform``.
+
+    Raises:
+        TransformError: by ``update``, if the state is that of another chain.
 
     >>> from fpipe.transforms import scale, sgd
     >>> tx = chain(scale(2.0), sgd(0.5))
@@ -169,6 +181,9 @@ def apply_updates(params: T, updates: Updates, *, donate: bool = False) -> T:
         params: the tree of parameters.
         updates: a tree of the same form, with None where a leaf does not change; or None for no step.
         donate: write into the memory of ``params`` and return them.
+
+    Returns:
+        Parameters with the form, dtypes and devices of ``params``.
 
     Raises:
         TransformError: if the trees differ in form, or if ``donate`` is set and two parameters share memory.

@@ -38,6 +38,12 @@ def accumulate(k: int, *, reduction: Literal["mean", "sum"] = "mean", dtype: tor
         reduction: ``"mean"`` or ``"sum"``.
         dtype: that of the sum; by default the parameter's.
 
+    Returns:
+        A ``Transform``.
+
+    Raises:
+        TransformError: if ``k`` is not a whole number above 0, or ``reduction`` is unknown.
+
     >>> from fpipe.transforms import chain, sgd
     >>> tx = chain(accumulate(2), sgd(1.0))
     >>> params = [torch.zeros(1)]
@@ -86,6 +92,13 @@ def ema(
         debias: whether averages of updates are divided by ``1 - decay ** t``.
         dtype: that of the average; by default the parameter's.
         donate: write the average into the memory of the old one, which must not be used again.
+
+    Returns:
+        A ``Transform``.
+
+    Raises:
+        TransformError: if an argument is out of its range. The transform raises it if it needs parameters and gets
+            none.
 
     >>> tx = ema(0.9, of="params")
     >>> params = [torch.zeros(1)]

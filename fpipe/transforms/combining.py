@@ -23,6 +23,9 @@ def masked(inner: Transform, mask: Mask) -> Transform:
         inner: the transform.
         mask: patterns of names such as ``["*.w"]``, a tree of bools (or a prefix), or a function of the parameters.
 
+    Returns:
+        A ``Transform``.
+
     >>> import torch
     >>> from fpipe.transforms import scale
     >>> tx = masked(scale(2.0), ["1.*"])
@@ -48,6 +51,9 @@ def partition(transforms: Mapping[str, Transform], labels: Labels) -> Transform:
         labels: one for each leaf: ``{pattern: label}`` (the first pattern that fits a leaf's name counts), a function
             of the parameters, or a tree with a label wherever the parameters have a leaf or a subtree, for instance
             one per stage.
+
+    Returns:
+        A ``Transform``.
 
     >>> import torch
     >>> from fpipe.transforms import adamw, sgd

@@ -66,6 +66,12 @@ def skip_nonfinite(*, over: Over | None = None) -> Transform:
     In a chain it comes before the transforms that must not see such gradients: the chain stops, their states do not
     change, and the updates are ``None``, with which :func:`apply_updates` changes nothing. ``state.skipped`` counts.
 
+    Args:
+        over: the pipeline, over whose stages one such gradient counts for all.
+
+    Returns:
+        A ``Transform``.
+
     >>> from fpipe.transforms import chain, sgd
     >>> tx = chain(skip_nonfinite(), sgd(0.1))
     >>> params = [torch.ones(1)]
@@ -101,6 +107,12 @@ def dynamic_loss_scale(
         backoff: the factor after an overflow.
         interval: how many good steps come before the scale grows.
         over: the pipeline, over whose stages one overflow counts for all.
+
+    Returns:
+        A ``Transform``.
+
+    Raises:
+        TransformError: if an argument is out of its range.
 
     >>> from fpipe.transforms import chain, sgd
     >>> tx = chain(dynamic_loss_scale(4.0), sgd(1.0))

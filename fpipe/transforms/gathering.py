@@ -29,6 +29,9 @@ def mean_over(group: Group, *, dtype: torch.dtype | None = None) -> Transform:
         group: the processes; each of them calls with trees of the same form.
         dtype: in which gradients are sent and added, by default each leaf's; the result has the leaf's dtype.
 
+    Returns:
+        A ``Transform``.
+
     >>> from fpipe.collectives.local import local
     >>> mean_over(local(1)).update([torch.ones(2), None], ())
     ([tensor([1., 1.]), None], ())
@@ -60,6 +63,12 @@ def sum_tied(tied: Tied | None = None, *, over: Over | None = None) -> Transform
     Args:
         tied: groups of names, by default those of ``over``.
         over: the pipeline.
+
+    Returns:
+        A ``Transform``.
+
+    Raises:
+        TransformError: if neither ``tied`` nor ``over`` is given, or a group does not fit the parameters.
 
     >>> tx = sum_tied([("0.w", "1.w")])
     >>> params = [{"w": torch.zeros(1)}, {"w": torch.zeros(1)}]

@@ -57,7 +57,19 @@ def warmup_cosine(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> 
 
 
 def warmup_linear(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> LearningRate:
-    """A linear rise to ``peak``, then a linear fall to ``end``; the arguments are those of :func:`warmup_cosine`.
+    """A linear rise to ``peak``, then a linear fall to ``end``.
+
+    Args:
+        peak: the highest rate.
+        warmup: how many steps the rise takes.
+        steps: how many steps there are in all.
+        end: the last rate.
+
+    Returns:
+        A function of the step, which counts from 0.
+
+    Raises:
+        TransformError: if an argument is out of its range.
 
     >>> rate = warmup_linear(1.0, warmup=1, steps=5)
     >>> [rate(step) for step in range(7)]

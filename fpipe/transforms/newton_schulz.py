@@ -61,6 +61,12 @@ def muon(
         mask: which leaves decay (see :func:`weight_decay`).
         donate: write the new state into the memory of the old one, which must not be used again.
 
+    Returns:
+        A ``Transform``.
+
+    Raises:
+        TransformError: if an argument is out of its range; the transform raises it for a leaf that is no matrix.
+
     >>> from fpipe.transforms import adamw, partition
     >>> from optree import tree_map
     >>> kinds = lambda params: tree_map(lambda p: "matrix" if p.ndim == 2 else "other", params)

@@ -148,6 +148,9 @@ def global_norm(
         tied: groups of names of leaves that are one parameter, of which the first counts; by default those of ``over``.
         shards: a group whose processes hold shards of the same leaves; by default that of ``over``.
 
+    Returns:
+        A tensor without axes.
+
     >>> global_norm([torch.tensor([3.0]), {"w": torch.tensor([4.0])}]).item()
     5.0
     >>> global_norm([torch.tensor([3.0]), torch.tensor([-4.0])], p=float("inf")).item()
@@ -164,7 +167,18 @@ def clip_by_global_norm(
     """Scale all gradients of the model down together if their norm is above ``max_norm``.
 
     As ``torch.nn.utils.clip_grad_norm_``: times ``min(1, max_norm / (norm + 1e-6))``. ``state.norm`` is the norm before
-    clipping. The options are those of :func:`global_norm`.
+    clipping.
+
+    Args:
+        max_norm: the largest norm.
+        over: the pipeline; without one the tree is complete.
+        p, exact, tied, shards: as for :func:`global_norm`.
+
+    Returns:
+        A ``Transform``.
+
+    Raises:
+        TransformError: if ``max_norm`` is not above 0.
 
     >>> tx = clip_by_global_norm(1.0)
     >>> grads = [torch.tensor([3.0]), torch.tensor([4.0])]
@@ -210,7 +224,17 @@ def _unclipped(options: Norm, max_norm: float) -> Speculation:
 
 
 def clip_by_value(low: float, high: float | None = None) -> Transform:
-    """Every element into ``[low, high]``, or into ``[-x, x]`` if one number is passed.
+    """Limit every element to a range.
+
+    Args:
+        low: the smallest value; alone, ``x`` stands for the range from ``-x`` to ``x``.
+        high: the largest value.
+
+    Returns:
+        A ``Transform``.
+
+    Raises:
+        TransformError: if the range is empty.
 
     >>> clip_by_value(1.0).update([torch.tensor([-3.0, 0.5, 2.0])], ())[0]
     [tensor([-1.0000,  0.5000,  1.0000])]

@@ -127,6 +127,9 @@ def optimistic(tx: Transform, over: Over | None = None) -> Optimistic:
         tx: the transform, usually a chain.
         over: the pipeline, the same as in the transforms.
 
+    Returns:
+        A value with ``first(params)`` and ``step(value_and_grad, step, *args)``.
+
     Raises:
         TransformError: if a part of the transform has ``donate=True``.
 

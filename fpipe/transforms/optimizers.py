@@ -60,6 +60,12 @@ def sgd(
         weight_decay: an L2 penalty, added to the gradient.
         donate: write the new state into the memory of the old one, which must not be used again.
 
+    Returns:
+        A ``Transform``.
+
+    Raises:
+        TransformError: if an argument is out of its range.
+
     >>> tx = sgd(0.5, momentum=0.5)
     >>> state = tx.init([torch.zeros(1)])
     >>> updates, state = tx.update([torch.ones(1)], state)
@@ -113,6 +119,12 @@ def adamw(
         fused: False uses torch's foreach kernels step by step. By default the one-pass kernel runs where there is one;
             its last bits may differ.
         donate: write the new state into the memory of the old one, which must not be used again.
+
+    Returns:
+        A ``Transform``.
+
+    Raises:
+        TransformError: if an argument is out of its range.
 
     >>> params = [{"w": torch.ones(2)}, None]
     >>> tx = adamw(0.1, weight_decay=0.0)
@@ -180,6 +192,12 @@ def lion(
         mask: which leaves decay (see :func:`weight_decay`).
         dtype: that of the state and of the updates; by default the parameter's.
         donate: write the new state into the memory of the old one, which must not be used again.
+
+    Returns:
+        A ``Transform``.
+
+    Raises:
+        TransformError: if an argument is out of its range.
 
     >>> tx = lion(0.1, weight_decay=0.0)
     >>> tx.update([torch.tensor([3.0, -0.2])], tx.init([torch.zeros(2)]))[0]

@@ -37,7 +37,13 @@ def scaled(leaves: list[Tensor], factor: float | Tensor) -> list[Tensor]:
 
 
 def scale(factor: float | Tensor) -> Transform:
-    """Multiply by a number, or by a tensor without axes (which may require a gradient).
+    """Multiply by a factor, which may be a tensor that requires a gradient.
+
+    Args:
+        factor: a number, or a tensor without axes.
+
+    Returns:
+        A ``Transform``.
 
     >>> scale(-0.5).update([torch.ones(1)], ())[0]
     [tensor([-0.5000])]
@@ -46,7 +52,13 @@ def scale(factor: float | Tensor) -> Transform:
 
 
 def scale_by_schedule(schedule: Callable[[int], float]) -> Transform:
-    """Multiply by a function of the step, an int that counts from 0, such as :func:`fpipe.warmup_cosine` returns.
+    """Multiply by a function of the step.
+
+    Args:
+        schedule: a function of the step, an int that counts from 0, such as ``fpipe.warmup_cosine`` returns.
+
+    Returns:
+        A ``Transform``.
 
     >>> tx = scale_by_schedule(lambda step: 1.0 / (1 + step))
     >>> _, state = tx.update([torch.ones(1)], tx.init([torch.ones(1)]))
@@ -63,6 +75,12 @@ def scale_by_schedule(schedule: Callable[[int], float]) -> Transform:
 def cast(dtype: torch.dtype) -> Transform:
     """Convert to another dtype, for instance gradients to float32 before they are summed or squared.
 
+    Args:
+        dtype: a floating dtype.
+
+    Returns:
+        A ``Transform``.
+
     >>> cast(torch.float64).update([torch.ones(1)], ())[0]
     [tensor([1.], dtype=torch.float64)]
     """
@@ -75,6 +93,9 @@ def weight_decay(rate: float, mask: Mask | None = None) -> Transform:
     Args:
         rate: the factor.
         mask: which leaves: patterns of names such as ``["*.w"]``, a tree of bools, or a function of the parameters.
+
+    Returns:
+        A ``Transform``.
 
     >>> params = [{"b": torch.ones(1), "w": torch.ones(1)}]
     >>> grads = [{"b": torch.zeros(1), "w": torch.zeros(1)}]
@@ -105,6 +126,12 @@ def add_noise(eta: float, gamma: float = 0.55, *, seed: int = 0, over: Over | No
         gamma: how fast the variance falls; 0 keeps it constant.
         seed: of the noise.
         over: the pipeline, needed where its copies hold shards (``zero=``): each shard gets different noise.
+
+    Returns:
+        A ``Transform``.
+
+    Raises:
+        TransformError: if an argument is out of its range.
 
     >>> tx = add_noise(0.01, seed=3)
     >>> first, _ = tx.update([torch.zeros(2)], tx.init([torch.zeros(2)]))

@@ -36,6 +36,12 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **options: Any) -> Transf
         optimizer: a class that needs no closure and keeps its state by parameter, as all of torch's but LBFGS do.
         options: for its constructor.
 
+    Returns:
+        A ``Transform``.
+
+    Raises:
+        TransformError: if the class is no optimizer, or one that needs a closure.
+
     >>> tx = from_torch(torch.optim.SGD, lr=0.5)
     >>> params = [torch.ones(1), None]
     >>> tx.update(params, tx.init(params), params)[0]

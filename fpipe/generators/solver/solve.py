@@ -26,7 +26,7 @@ Kind: TypeAlias = Literal["one", "loop", "V", "any"]
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Solved(Schedule):
-    """A Schedule with the costs that it was made for, and a lower bound on the span of any other one.
+    """The result of ``fpipe.solve``: a Schedule, its costs, and a lower bound on the span of any other one.
 
     It equals a Schedule with the same rows, and is read and written as one.
 

@@ -34,6 +34,12 @@ def segment(name: str) -> AbstractContextManager[None]:
     The weave, the plan and the pictures use the names, and a weave as data refers to them. The backward of what is
     inside has the same name.
 
+    Args:
+        name: of the segment.
+
+    Returns:
+        A context manager.
+
     >>> import fpipe, torch
     >>> def stage(p, x):
     ...     with fpipe.segment("attention"):

@@ -36,10 +36,22 @@ def jvp(pipe: Pipeline, primals: Sequence[Tree], tangents: Sequence[Tree], *rest
         **side: Tree) -> tuple[Tree, Tree]:  # fmt: skip
     """The value of the pipeline and its derivative along the tangents: one forward of its schedule, on pairs.
 
-    ``primals`` are ``(params,)`` or ``(params, x)``, ``tangents`` trees of the same structure, where ``None`` means
-    zeros. The rest of the pipeline's arguments follows. Each activation and each message is twice as large. With a
+    Each activation and each message is twice as large. With a
     loss both results are on every rank; without one both are outputs, where ``outputs=`` says. Auxiliary losses count.
     Stages with state, copies of the pipeline (``dp=``) and functions without a rule for forward mode are refused.
+
+    Args:
+        pipe: a pipeline.
+        primals: ``(params,)`` or ``(params, x)``.
+        tangents: trees of the same structure, where None means zeros.
+        rest: the other arguments of a call.
+        seed, side: as for a call of the pipeline.
+
+    Returns:
+        ``(value, derivative)``.
+
+    Raises:
+        StageError: if the arguments do not match, or the pipeline is one of those that are refused.
 
     >>> from fpipe import local, pipeline
     >>> pipe = pipeline([lambda w, x: w * x] * 2, loss=lambda y: y.sum(), microbatches=1, group=local(2))
@@ -63,7 +75,19 @@ def hvp(pipe: Pipeline, params: Sequence[P], v: Sequence[P], x: Tree, *targets: 
     """The Hessian of the loss in the parameters times ``v``: the gradient, by the same schedule, of :func:`jvp`.
 
     Forward over reverse would need the backward twice; this is one step of dual stages, of about three times the work
-    of a plain one. Like ``grad`` it returns one tree per stage of this process, with ``None`` for frozen leaves.
+    of a plain one.
+
+    Args:
+        pipe: a pipeline with a loss.
+        params: as for a call of the pipeline.
+        v: one tree for each stage, with the structure of the parameters.
+        x, targets, seed, side: as for a call of the pipeline.
+
+    Returns:
+        One tree for each stage, as ``grad``: None for stages of other processes and for frozen leaves.
+
+    Raises:
+        StageError: if the pipeline has no loss, state or copies.
 
     >>> from fpipe import local, pipeline
     >>> pipe = pipeline([lambda w, x: w * x] * 2, loss=lambda y: y.sum(), microbatches=1, group=local(2))

@@ -69,14 +69,22 @@ class PerExample:
 def per_example(pipe: Pipeline, scale: float | Factors | None = None) -> PerExample:
     """Gradients in which each example has a share that depends on its own gradient's norm over all stages.
 
-    ``scale`` is the most that a norm may count, as differentially private training clips, or a function from norms to
-    factors (default: 1). The result takes (params, x, *targets) and returns ``(value, grads, norms)``;
-    ``.norms(...)`` returns ``(value, norms)`` alone.
-
     An example is a batch of one row: stages and loss see one at a time (through ``torch.func.vmap``), so nothing mixes
     rows, and random draws differ between them; under the reduction "mean" all examples count alike. Costs: norms are a
     step in which a stage's gradients stand once for each row of a microbatch; the scaled ones are a second, plain step.
     Frozen leaves do not count. Refused are tied parameters, state, ``dp=`` and ``fpipe.weighted``.
+
+    Args:
+        pipe: a pipeline with a loss.
+        scale: the most that a norm may count, as differentially private training clips, or a function from norms to
+            factors; by default every factor is 1.
+
+    Returns:
+        A function of ``(params, x, *targets)`` that returns ``(value, grads, norms)``; its method ``norms`` returns
+        ``(value, norms)`` alone.
+
+    Raises:
+        StageError: if the pipeline has no loss, or is one of those that are refused.
 
     >>> from fpipe import local, pipeline
     >>> loss = lambda y, t: (y - t).square().sum()

@@ -119,9 +119,20 @@ class Profile:
 def profile(step: Callable[..., Any] | None = None, *, name: str = "") -> Profile:
     """Time every instruction of a step of a pipeline, on all ranks. Without it there is no overhead.
 
-    Call the result as the step itself, or use it with ``with``; every process must. Its ``timeline`` is the step as it
-    ran, ``simulated`` the simulation with ``costs``, and ``save`` draws both. Call the step once before: the first call
-    traces.
+    Call the step once before: the first call traces.
+
+    Args:
+        step: a function that calls a pipeline once, such as that of ``value_and_grad``; leave it out for ``with
+            profile() as found:``.
+        name: of the step, in pictures.
+
+    Returns:
+        A function with the arguments and the result of ``step``, or a context manager; every process must use it. Its
+        ``timeline`` is the step as it ran, ``simulated`` the simulation with its ``costs``, and ``save(path)`` draws
+        both.
+
+    Raises:
+        FpipeError: if its results are read before a step ran.
 
     >>> from fpipe import local, pipeline
     >>> import torch
@@ -163,8 +174,18 @@ def _add_instructions(path: Path, runs: Sequence[Run]) -> None:
 def measure_costs(pipe: Pipeline, params: Any, x: Any, *targets: Any, steps: int = 10, **side: Any) -> Costs:
     """The costs of each stage's F, I, W and B and of each boundary's messages; every process must call it.
 
-    The pipeline runs ``steps`` times with whole backwards and as often with split ones, on the arguments of a call, so
-    the costs include those of the runner. ``Costs.to_json`` writes them to a file.
+    The costs include those of the runner. ``Costs.to_json`` writes them to a file.
+
+    Args:
+        pipe: a pipeline with a loss.
+        params, x, targets, side: as for a call of the pipeline.
+        steps: how many times it runs with whole backwards, and as often with split ones.
+
+    Returns:
+        ``Costs`` in seconds and bytes, the same on every process.
+
+    Raises:
+        StageError: if the pipeline has no loss.
 
     >>> from fpipe import local, make_schedule, pipeline
     >>> import torch
