@@ -220,6 +220,15 @@ class Schedule:
         """The same schedule for microbatches in slices of the sequence: each action becomes one for each slice, in
         order for F and in reverse for B, I and W.
 
+        Args:
+            slices: how many slices each microbatch gets.
+
+        Returns:
+            The schedule.
+
+        Raises:
+            ScheduleError: if the schedule has slices already, or the number is wrong.
+
         >>> print(Schedule.parse("[0F0, 0B0]").sliced(2))
         [0F0.0, 0F0.1, 0B0.1, 0B0.0]
         """

@@ -25,6 +25,14 @@ class Slice(int):
 
     It is that number, so that slices are compared and counted as microbatches are, and it prints as ``3.1``.
 
+    Args:
+        microbatch: the number of the microbatch.
+        slice: the number of the slice within it.
+        of: how many slices each microbatch has.
+
+    Raises:
+        ScheduleError: if there is no such slice.
+
     >>> Slice(3, 1, of=4), Slice(3, 1, of=4) == 13
     (3.1, True)
     """

@@ -233,6 +233,12 @@ class Placement:
     def sliced(self, slices: int) -> Placement:
         """The placement of the slices of microbatches: all slices of a microbatch take its path.
 
+        Args:
+            slices: how many slices each microbatch has.
+
+        Returns:
+            The placement.
+
         >>> Placement.bidirectional(2, 2, up=[1]).sliced(2).route
         (0, 0, 1, 1)
         """
