@@ -176,7 +176,7 @@ HIDDEN = {
     "fpipe.Programs": "at compiled_by held added_by adding known_adding",
     "fpipe.Placement": "path_index",
     "fpipe.Stage": "in_mode",
-    "fpipe.Costs": "spread links transfers",
+    "fpipe.Costs": "spread links transfers of_units",
     "fpipe.devices": "Streams distrusted drawn exclusive restore_streams save_streams",
 }
 

@@ -222,12 +222,6 @@ class Costs:
     def of_units(self, name: str, count: int, slices: int) -> tuple[float, ...]:
         """The factor ``name`` for each of ``count`` microbatches, or slices of microbatches.
 
-        Args:
-            slices: how many slices each microbatch has.
-
-        Returns:
-            The costs.
-
         >>> Costs(load=[1, 3]).of_units("load", 4, slices=2), Costs(load=[1, 3, 1, 3]).of_units("load", 4, slices=2)
         ((0.5, 0.5, 1.5, 1.5), (0.5, 1.5, 0.5, 1.5))
         """
