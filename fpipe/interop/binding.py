@@ -167,7 +167,8 @@ class Bound:
             state: one entry for each stage, None for stages of other processes.
 
         >>> norm = nn.BatchNorm1d(1)
-        >>> bind([norm], state=["running_mean"]).write_state([{"running_mean": torch.ones(1)}])
+        >>> bound = bind([norm])
+        >>> bound.write_state([{**bound.state[0], "running_mean": torch.ones(1)}])
         >>> norm.running_mean
         tensor([1.])
         """
