@@ -124,12 +124,17 @@ else:
 
 
 def __getattr__(name: str) -> object:
-    if name in _NAMES:
-        value = getattr(_import_module(f"{__name__}.{_NAMES[name]}"), name)
-    elif name in _MODULES:
-        value = _import_module(f"{__name__}.{_MODULES[name]}")
-    else:
+    if name not in _NAMES and name not in _MODULES:
         raise AttributeError(f"module 'fpipe' has no attribute {name!r}; dir(fpipe) lists what it has")
+    try:
+        module = _import_module(f"{__name__}.{_NAMES.get(name) or _MODULES[name]}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("torch", "optree"):
+            raise
+        needs = f"fpipe.{name} needs {error.name}, which is not installed: pip install {error.name}. Without it"
+        what = f"{needs} schedules can be generated, checked, simulated, solved and drawn"
+        raise ModuleNotFoundError(what, name=error.name) from error
+    value = getattr(module, name) if name in _NAMES else module
     globals()[name] = value
     return value
 
