@@ -72,9 +72,14 @@ def predicted_and_held(stages: list[Any], params: list[Any], shape: tuple[int, .
     return cached.prepared.plans[0].peak, peak
 
 
-@pytest.mark.parametrize("schedule", ["ZBV", "DualPipeV", "1F1B", "GPipe", "ZBH1", "InterleavedZeroBubble"])
+SCHEDULES = ["ZBV", "DualPipeV", "1F1B", "GPipe", "ZBH1", "InterleavedZeroBubble"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_holds_what_its_plan_foretells(name: str, schedule: str):
+def test_a_step_holds_what_its_plan_foretells(name: str, schedule: str, long: bool):
+    if not long and (list(MODELS).index(name) + SCHEDULES.index(schedule)) % 2:
+        pytest.skip("see --long")
     stage, make, shape = MODELS[name]
     per_rank = fpipe.make_schedule(schedule, 1, PARTS).stages
     stages = 4 if per_rank == 1 else per_rank
@@ -104,7 +109,7 @@ def test_a_step_on_autograd_holds_about_what_its_plan_foretells(name: str, sched
 @pytest.mark.parametrize("name", ["mlp", "transformer", "remat"])
 def test_mixed_lengths_in_one_step_hold_what_the_plan_foretells(name: str, schedule: str, long: bool):
     """To 1 %, and the third mix of lengths is not traced."""
-    if not long and (name, schedule) not in (("mlp", "1F1B"), ("transformer", "ZBV")):
+    if not long and (name, schedule) != ("mlp", "ZBV"):
         pytest.skip("see --long")
     stage, make, shape = MODELS[name]
     stages = (

@@ -40,14 +40,14 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
-def test_programs_of_other_sizes_equal_a_trace_of_that_size(fn: Callable[..., Any], traces: list[str]):
+def test_programs_of_other_sizes_equal_a_trace_of_that_size(fn: Callable[..., Any], traces: list[str], long: bool):
     torch.manual_seed(0)
     draw = random.Random(fn.__name__)
     params = parameters()
     stage = lambda p, x, **side: fn(p, x, **side)
     if fn is masked:
         stage = lambda p, x, *, keep: fn(p, x, keep=keep)
-    for number in range(12):
+    for number in range(12 if long else 5):
         x, side = inputs(fn, draw.randint(2, 5), draw.randint(2, 33))
         programs = fpipe.trace(stage, params, x, **side)
         alone = fpipe.trace(lambda p, x, **side: fn(p, x, **side), params, x, **side)
