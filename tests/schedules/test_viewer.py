@@ -52,6 +52,7 @@ def view(browser: Any, tmp_path: Path) -> Iterator[Open]:
         page.on("console", lambda message: "Canvas2D" in message.text or complaints.append(message.text))
         page.on("request", lambda request: fetched.append(request.url))
         page.goto(file.as_uri())
+        page.wait_for_function("window.fpipe")
         page.set_default_timeout(5000)
         return page
 
@@ -284,6 +285,98 @@ def test_it_follows_the_readers_light(view: Open, scheme: str):
     page = view(zbv(), color_scheme=scheme)
     pixel = "Array.from(document.getElementById('lanes').getContext('2d').getImageData(4, 60, 1, 1).data)"
     assert (sum(page.evaluate(pixel)[:3]) > 600) == (scheme == "light")
+
+
+# ---- what stays in place, and what is shown on demand ---------------------------------------------------------------
+def boxes(page: Any) -> list[dict[str, float]]:
+    return [page.locator(name).bounding_box() for name in ("#lanes", "#chosen", "#map")]
+
+
+def test_choosing_an_action_moves_nothing(view: Open):
+    """The line of a chosen action pushed the lanes up."""
+    page = view(zbv(), zbv("comm=0"))
+    before = boxes(page)
+    at = where(page, "5I0")
+    page.mouse.click(at["x"], at["y"])
+    assert page.inner_text("#chosen").startswith("5I0")
+    assert boxes(page) == before
+
+
+def test_the_box_under_the_mouse_follows_the_picture(view: Open):
+    """After a key the box described the action that had been there before."""
+    page = view(zbv())
+    assert hover(page, "0F3").startswith("0F3")
+    page.keyboard.press("+")
+    page.keyboard.press("Shift+ArrowRight")
+    page.wait_for_function("!document.getElementById('tip').innerText.startsWith('0F3')")
+    under = page.evaluate("state => state.hover && state.scenes[0].lanes[state.hover.rank].names[state.hover.index]",
+                          page.evaluate_handle("fpipe.state"))  # fmt: skip
+    assert page.inner_text("#tip").startswith(under or "idle")
+    page.mouse.move(600, 5)
+    page.wait_for_selector("#tip", state="hidden")
+
+
+def test_lanes_by_rank_have_the_rank_above_and_whole_names(view: Open):
+    page = view(zbv(), zbv("comm=0"))
+    page.click("#group")
+    rows = page.evaluate("fpipe.paint() || fpipe.state.rows.map((row) => row.title || `${row.rank} ${row.scene}`)")
+    assert rows[:6] == ["rank 0", "0 0", "0 1", "rank 1", "1 0", "1 1"]
+
+
+def test_the_legend_names_shades_idle_time_and_lines(view: Open):
+    page = view(zbv())
+    text = page.inner_text("#legend")
+    for word in ("forward", "input gradient", "weight gradient", "paler: a rank's other stages", "idle: warm-up",
+                 "idle: message on the way", "idle: tail", "memory that the rank holds"):  # fmt: skip
+        assert word in text
+    assert "critical path" not in text
+    page.keyboard.press("c")
+    page.keyboard.press("e")
+    page.keyboard.press("m")
+    text = page.inner_text("#legend")
+    assert "critical path" in text and "message\n" in text + "\n" and "memory that" not in text
+
+
+def test_the_critical_path_and_the_messages_are_those_of_the_timeline(view: Open):
+    t = zbv("comm=0.2,I=1.2,send=0.05")
+    page = view(t)
+    path = page.evaluate("fpipe.criticalPath(fpipe.state.scenes[0]).map((one) => [one.rank, one.index])")
+    assert path == [[span.rank, span.position] for span in t.critical_path]
+    sent = page.evaluate("fpipe.messagesOf(fpipe.state.scenes[0]).flat().length")
+    assert sent == t.messages
+
+
+@pytest.mark.parametrize("name", ["ZBV", "DualPipeV", "Seq1F1B"])
+def test_the_page_has_the_times_of_the_timeline(view: Open, name: str):
+    t = make_schedule(name, 4, 10).simulate(Costs.parse("comm=0.3,I=1.1,overlap=2.7,send=0.07"))
+    page = view(t)
+    found = page.evaluate(
+        "fpipe.state.scenes[0].lanes.map("
+        "(l) => [[...l.start], [...l.end], l.names, l.times, l.held, [...l.cause.entries()]])"
+    )
+    for rank, (starts, ends, names, times, held, causes) in enumerate(found):
+        spans = t.of_rank(rank)
+        assert starts == pytest.approx([span.start for span in spans], abs=1e-6)
+        assert ends == pytest.approx([span.end for span in spans], abs=1e-6)
+        assert names == [";".join(map(str, span.action.parts)) for span in spans]
+        curve = dict(t.curve(rank))
+        assert all(curve[min(curve, key=lambda at: abs(at - time))] == pytest.approx(amount)
+                   for time, amount in zip(times, held, strict=True))  # fmt: skip
+        waits = {k: t.waited_for(rank, k) for k in range(len(spans))}
+        assert {k: (one["rank"], one["index"]) for k, one in causes} == {
+            k: (wait.rank, wait.position) for k, wait in waits.items() if wait
+        }
+
+
+@pytest.mark.parametrize("size", [(4, 8), (16, 64)])
+def test_a_phone_shows_lanes_and_nothing_beyond_its_width(view: Open, size: tuple[int, int]):
+    page = view(make_schedule("ZBV", *size).simulate(), make_schedule("1F1B", *size).simulate())
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.evaluate("fpipe.paint()")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    lanes = page.locator("#lanes").bounding_box()
+    assert lanes["height"] > 200 and lanes["x"] + lanes["width"] <= 390
+    assert page.evaluate("getComputedStyle(document.getElementById('map')).display") == "block"
 
 
 # ---- size -----------------------------------------------------------------------------------------------------------

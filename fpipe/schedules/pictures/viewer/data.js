@@ -1,43 +1,73 @@
 // The timelines as the page carries them, unpacked into flat arrays, and the questions that are asked of them.
 
-const WORDS = {F: "forward", B: "backward", I: "input gradient", W: "weight gradient"};
+let WORDS = {}, IDLE = {};  // of kinds of work and of causes of idle time
+
+// The text of the page: base64 of deflated JSON.
+async function inflate(text) {
+  const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return JSON.parse(await new Response(stream).text());
+}
 
 function unpack(raw) {
   for (const scene of raw.scenes) {
-    scene.lanes.forEach((lane, rank) => {
-      lane.rank = rank;
-      lane.start = Float64Array.from(lane.start);
-      lane.end = Float64Array.from(lane.end);
-      lane.names = lane.names ? lane.names.split(",") : [];
-      lane.parts = new Array(lane.names.length);  // made when first asked for: most are never looked at
-      lane.colour = colours(lane, scene.palette);
-      lane.cause = new Map();  // index -> {rank, index, wait}
-      for (let k = 0; k < lane.waits.length; k += 4) {
-        lane.cause.set(lane.waits[k], {rank: lane.waits[k + 1], index: lane.waits[k + 2], wait: lane.waits[k + 3]});
-      }
-      lane.most = lane.held.reduce((most, held) => Math.max(most, held), 0);
-    });
+    scene.shades = Math.max(...scene.palette.map((entry) => entry.shade)) + 1;
+    scene.lanes.forEach((lane, rank) => unpackLane(scene, lane, rank));
     scene.most = scene.lanes.reduce((most, lane) => Math.max(most, lane.most), 0) || 1;
+    scene.ops = [...new Set(scene.palette.map((entry) => entry.op))];
+    scene.fused = scene.lanes.some((lane) => lane.names.some((name) => name.includes(";")));
+    scene.used = new Set(scene.lanes.flatMap((lane) => lane.idle.map((gap) => gap.cause)));
+    const work = scene.lanes.reduce((sum, lane) => sum + lane.end.reduce((all, end, k) => all + end - lane.start[k], 0), 0);
+    scene.each = work / scene.lanes.length / Math.max(scene.microbatches, 1);  // a rank's work on one microbatch
   }
   return raw;
 }
 
-// Two palette indices per bar, equal unless the bar is fused; what a third part would be is not shown by colour.
-function colours(lane, palette) {
-  const at = Object.fromEntries(palette.map((entry, k) => [entry.key, k]));
-  const found = new Uint8Array(2 * lane.names.length);
-  let c = 0;
-  lane.names.forEach((name, k) => {
-    const ops = name.match(/[FBIW]/g);
-    const keys = ops.map((op) => at[op + lane.shades[c++]]);
-    found[2 * k] = keys[0];
-    found[2 * k + 1] = keys[Math.min(1, keys.length - 1)];
-  });
-  return found;
+// The numbers of differences, times `unit`.
+function sums(differences, unit) {
+  let at = 0;
+  return differences.map((difference) => (at += difference) * unit);
+}
+
+function unpackLane(scene, lane, rank) {
+  const count = lane.lengths.length;
+  lane.rank = rank;
+  lane.start = new Float64Array(count);
+  lane.end = new Float64Array(count);
+  lane.names = new Array(count);
+  lane.colour = new Uint8Array(2 * count);  // two palette indices, equal unless the bar is fused
+  lane.parts_ = new Array(count);  // filled when first asked for: most are never looked at
+  const at = new Array(scene.codes.length).fill(-1);
+  const entries = Object.fromEntries(scene.palette.map((entry, k) => [entry.op + entry.shade.toString(36), k]));
+  let time = 0, p = 0;
+  for (let k = 0; k < count; k++) {
+    lane.start[k] = (time += lane.gaps[k]) * scene.tick;
+    lane.end[k] = (time += lane.lengths[k]) * scene.tick;
+    let name = "";
+    for (let part = 0; part < lane.parts[k]; part++, p++) {
+      const code = lane.codes[p];
+      at[code] += lane.steps[p] + 1;
+      name += (part ? ";" : "") + scene.codes[code] + scene.suffixes[at[code]];
+      const colour = entries[scene.codes[code].slice(-1) + lane.shades[p]];
+      if (part === 0) lane.colour[2 * k] = lane.colour[2 * k + 1] = colour;
+      else if (part === 1) lane.colour[2 * k + 1] = colour;
+    }
+    lane.names[k] = name;
+  }
+  const [waits, indices, ranks, back] = lane.waits;
+  lane.cause = new Map();  // index -> {rank, index, wait}
+  sums(indices, 1).forEach((index, k) =>
+    lane.cause.set(index, {rank: ranks[k], index: index - back[k], wait: waits[k] * scene.tick}));
+  lane.times = sums(lane.times, scene.tick);
+  lane.held = sums(lane.held, scene.amount);
+  lane.most = lane.held.reduce((most, held) => Math.max(most, held), 0);
+  const [starts, lengths, causes] = lane.idle;
+  lane.idle = sums(starts, scene.tick).map((start, k) =>
+    ({start, end: start + lengths[k] * scene.tick, cause: scene.causes[causes[k]]}));
 }
 
 function partsOf(lane, index) {
-  return lane.parts[index] ??= lane.names[index].split(";").map((name) => {
+  return lane.parts_[index] ??= lane.names[index].split(";").map((name) => {
     const [, stage, op, microbatch] = name.match(/^(\d+)([FBIW])([\d.]+)$/);
     return {name, stage: +stage, op, microbatch};
   });
@@ -102,7 +132,7 @@ function time(value, scene) {
   return String(+value.toPrecision(6)) + (scene.unit ? " " + scene.unit : "");
 }
 
-// What is told of a bar, in lines of [class, text]; the first is its name.
+// The description of a bar, in lines of [class, text]; the first is its name.
 function describe(scenes, s, rank, index) {
   const scene = scenes[s], lane = scene.lanes[rank];
   const parts = partsOf(lane, index);
@@ -135,10 +165,46 @@ function waited(scene, lane, index) {
   return `waited ${time(cause.wait, scene)} for ${from.names[cause.index].replace(";", " with ")} of rank ${cause.rank}${way}`;
 }
 
-function describeIdle(scene, lane, next) {
-  const from = next > 0 ? lane.end[next - 1] : 0;
-  if (next < 0) return [["", "idle"], ["faint", "nothing left to do"]];
-  return [["", `idle ${time(lane.start[next] - from, scene)}`],
-    ["faint", `${time(from, scene)} to ${time(lane.start[next], scene)}, before ${lane.names[next].replace(";", " with ")}`],
-    ["", waited(scene, lane, next)]];
+function describeIdle(scene, lane, time_, next) {
+  const gap = lane.idle.find((one) => one.start <= time_ && time_ < one.end);
+  if (!gap) return [["", "idle"]];
+  const lines = [["", `idle ${time(gap.end - gap.start, scene)}: ${IDLE[gap.cause]}`],
+    ["faint", `${time(gap.start, scene)} to ${time(gap.end, scene)}` + (next < 0 ? ", nothing left to do" : `, before ${lane.names[next].replace(";", " with ")}`)]];
+  if (next >= 0) lines.push(["", waited(scene, lane, next)]);
+  return lines;
+}
+
+// (rank, index) of the chain of actions that ends last, each held back by the one before it.
+function criticalPath(scene) {
+  let rank = -1;
+  scene.lanes.forEach((lane, r) => {
+    if (lane.end.length && (rank < 0 || lane.end.at(-1) > scene.lanes[rank].end.at(-1))) rank = r;
+  });
+  if (rank < 0) return [];
+  let index = scene.lanes[rank].end.length - 1;
+  const path = [];
+  while (index >= 0) {
+    path.push({rank, index});
+    const cause = scene.lanes[rank].cause.get(index);
+    [rank, index] = cause ? [cause.rank, cause.index] : [rank, index - 1];
+  }
+  return path.reverse();
+}
+
+// Per rank, in order of time: {index, rank, at} of every message that an action sends to another rank.
+function messagesOf(scene) {
+  const where = new Map();
+  scene.lanes.forEach((lane, rank) => lane.names.forEach((name, index) => {
+    for (const one of name.split(";")) where.set(one, {rank, index});
+  }));
+  const sent = scene.lanes.map(() => []);
+  for (const [name, {rank, index}] of where) {
+    const [, stage, op, rest] = name.match(/^(\d+)(.)(.*)$/);
+    const users = op === "F" ? [`${+stage + 1}F`] : op === "W" ? [] : [`${stage - 1}B`, `${stage - 1}I`];
+    for (const user of users) {
+      const there = where.get(user + rest);
+      if (there && there.rank !== rank) sent[rank].push({index, rank: there.rank, at: there.index});
+    }
+  }
+  return sent;
 }

@@ -1,14 +1,26 @@
 // How the lanes, the axis, the memory curves and the overview are drawn on their canvases. Nothing here reacts.
 
-const GUTTER = 172, AXIS = 26, TITLE = 28;
+const AXIS = 26, TITLE = 28, GROUP = 20;
+let GUTTER = 172;  // left of the lanes; narrow on a phone
 const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif';
 let theme = {};
 
 function readTheme() {
   const style = getComputedStyle(document.documentElement);
-  theme = Object.fromEntries(["paper", "ink", "faint", "line", "idle", "mark", "curve"].map(
-    (name) => [name, style.getPropertyValue("--" + name).trim()]));
-  theme.idleRgb = [1, 3, 5].map((k) => parseInt(theme.idle.slice(k, k + 2), 16));
+  const read = (name) => style.getPropertyValue("--" + name).trim();
+  const names = ["paper", "ink", "faint", "line", "mark", "curve", "message-line", "warmup", "tail", "imbalance", "message", "other"];
+  theme = Object.fromEntries(names.map((name) => [name, read(name)]));
+  theme.scheme = read("scheme");
+  theme.rgb = (colour) => [1, 3, 5].map((k) => parseInt(colour.slice(k, k + 2), 16));
+}
+
+function wideScreen() {
+  return window.innerWidth >= 700;
+}
+
+// The colour of a palette's entry, and that of letters on it.
+function paintOf(entry) {
+  return {colour: entry[theme.scheme][0], ink: entry[theme.scheme][1]};
 }
 
 // A canvas as large as it is shown, and its pen in CSS pixels.
@@ -31,6 +43,7 @@ function arrange(state, height) {
   if (state.byRank) {
     const ranks = Math.max(...scenes.map((scene) => scene.lanes.length));
     for (let rank = 0; rank < ranks; rank++) {
+      order.push({title: `rank ${rank}`, group: true});
       scenes.forEach((scene, s) => { if (scene.lanes[rank]) order.push({lane: scene.lanes[rank], scene: s, rank}); });
       order[order.length - 1].gap = 10;
     }
@@ -42,13 +55,13 @@ function arrange(state, height) {
     });
   }
   const lanes = order.filter((row) => row.lane).length;
-  const fixed = order.reduce((sum, row) => sum + (row.title ? TITLE : 4 + (row.gap || 0)), 8);
+  const fixed = order.reduce((sum, row) => sum + (row.title ? (row.group ? GROUP : TITLE) : 4 + (row.gap || 0)), 8);
   const least = state.memory ? 30 : 15, most = state.memory ? 88 : 52;
   const each = Math.floor(Math.min(most, Math.max(least, (height - AXIS - fixed) / lanes)));
   let y = 4;
   for (const row of order) {
     row.y = y;
-    row.height = row.title ? TITLE : each;
+    row.height = row.title ? (row.group ? GROUP : TITLE) : each;
     row.curve = row.lane && state.memory ? Math.round(each * 0.4) : 0;
     row.bar = row.height - row.curve;
     y += row.height + (row.title ? 0 : 4 + (row.gap || 0));
@@ -76,6 +89,8 @@ function paintLanes(canvas, state) {
     if (row.title) paintTitle(pen, row, y, state);
     else paintRow(pen, row, y, view, state);
   }
+  if (state.messages) paintMessages(pen, view, state);
+  if (state.critical) paintCritical(pen, view, state);
   if (state.hover) paintOutline(pen, state.hover, view, state, theme.ink, 1.5);
   if (state.chosen) {
     paintCause(pen, state.chosen, view, state);
@@ -87,43 +102,66 @@ function paintLanes(canvas, state) {
 }
 
 function paintTitle(pen, row, y, state) {
-  pen.font = `600 13px ${FONT}`;
+  pen.font = row.group ? `600 12px ${FONT}` : `600 13px ${FONT}`;
   pen.textAlign = "left";
   pen.textBaseline = "middle";
   pen.fillStyle = theme.ink;
-  pen.fillText(row.title, 16, y + TITLE / 2 + 2);
+  pen.fillText(row.title, wideScreen() ? 16 : 6, y + row.height / 2 + (row.group ? 0 : 2));
 }
 
-function paintRow(pen, row, y, view, state) {
-  const scene = state.scenes[row.scene], {lane} = row;
+// As much of a text as fits, with dots where it was cut.
+function clipped(pen, text, space) {
+  if (pen.measureText(text).width <= space) return text;
+  let length = text.length;
+  while (length > 1 && pen.measureText(text.slice(0, length) + "…").width > space) length--;
+  return text.slice(0, length) + "…";
+}
+
+function paintLabels(pen, row, y, state) {
+  const scene = state.scenes[row.scene], {lane} = row, wide = wideScreen();
   const small = row.bar < 20;
   pen.textBaseline = "middle";
   pen.textAlign = "left";
   pen.font = `${small ? 11 : 12}px ${FONT}`;
   pen.fillStyle = theme.ink;
-  const middle = y + row.bar / 2 + 0.5;
-  const name = state.byRank && state.scenes.length > 1 ? `${row.rank} · ${scene.label}` : `rank ${row.rank}`;
-  pen.fillText(name, 16, middle, 88);
+  const middle = y + row.bar / 2 + 0.5, left = wide ? 16 : 6;
+  const name = state.byRank && state.scenes.length > 1 ? scene.label : wide ? `rank ${row.rank}` : String(row.rank);
+  pen.fillText(clipped(pen, name, GUTTER - left - (wide ? 56 : 6)), left, middle);
+  if (!wide) return;
   pen.font = `${small ? 10 : 11}px ${FONT}`;
   pen.fillStyle = theme.faint;
   pen.textAlign = "right";
   pen.fillText(percent(lane.bubble), GUTTER - 12, middle);
   if (row.curve >= 12) pen.fillText("peak " + held(lane.peak, scene.memoryUnit), GUTTER - 12, y + row.bar + row.curve / 2);
+}
+
+function paintRow(pen, row, y, view, state) {
+  const scene = state.scenes[row.scene], {lane} = row;
+  paintLabels(pen, row, y, state);
   pen.save();
   pen.beginPath();
   pen.rect(view.left, y - 4, view.width, row.height + 8);
   pen.clip();
-  pen.fillStyle = theme.idle;
-  pen.fillRect(view.left, y, view.x(scene.total) - view.left, row.bar);
   pen.fillStyle = theme.line;
   for (const tick of view.ticks) pen.fillRect(Math.round(view.x(tick)), y - 4, 1, row.height + 8);
   const first = firstAfter(lane, state.from);
-  let last = firstAfter(lane, state.to);
-  last = Math.min(last, lane.end.length - 1);
-  if (last - first > view.width / 2.5) paintDense(pen, lane, scene, first, last, y, row, view, state);
-  else paintBars(pen, lane, scene, first, last, y, row, view, state);
+  const last = Math.min(firstAfter(lane, state.to), lane.end.length - 1);
+  row.dense = scene.cell * view.scale < 2;
+  if (row.dense) paintShares(pen, lane, scene, first, last, y, row, view, state);
+  else {
+    paintIdle(pen, lane, y, row, view, state);
+    paintBars(pen, lane, scene, first, last, y, row, view, state);
+  }
   if (row.curve) paintCurve(pen, lane, scene, y + row.bar + 1, row.curve - 1, view, state);
   pen.restore();
+}
+
+function paintIdle(pen, lane, y, row, view, state) {
+  for (const gap of lane.idle) {
+    if (gap.end <= state.from || gap.start >= state.to) continue;
+    pen.fillStyle = theme[gap.cause];
+    pen.fillRect(view.x(gap.start), y, (gap.end - gap.start) * view.scale, row.bar);
+  }
 }
 
 const widths = new Map();
@@ -151,12 +189,21 @@ function paintBars(pen, lane, scene, first, last, y, row, view, state) {
     const fused = lane.names[k].includes(";");
     const count = fused ? 2 : 1;
     for (let p = 0; p < count; p++) {
-      const paint = scene.palette[lane.colour[2 * k + p]];
+      const paint = paintOf(scene.palette[lane.colour[2 * k + p]]);
       const top = y + (p * row.bar) / count, high = row.bar / count;
       pen.fillStyle = paint.colour;
       pen.fillRect(a, top, wide, high);
       if (wide < 8 || dim || high < 9) continue;
       const part = partsOf(lane, k)[p];
+      if (detail === 2 && high >= 28 && widthOf(pen, part.stage + part.op) * 10 + 2 <= wide && widthOf(pen, part.microbatch) * 10 <= wide) {
+        const middle = (Math.max(a, view.left) + Math.min(b, view.left + view.width)) / 2;  // two lines fit
+        pen.fillStyle = paint.ink;
+        pen.font = `10px ${FONT}`;
+        pen.fillText(part.stage + part.op, middle, top + high / 2 - 6);
+        pen.fillText(part.microbatch, middle, top + high / 2 + 6);
+        pen.font = `${size}px ${FONT}`;
+        continue;
+      }
       const label = detail === 0 ? part.name : detail === 1 ? part.op + part.microbatch : part.microbatch;
       const letters = fused ? Math.min(size, high) : size;
       if (widthOf(pen, label) * letters > wide) continue;
@@ -169,39 +216,105 @@ function paintBars(pen, lane, scene, first, last, y, row, view, state) {
   pen.globalAlpha = 1;
 }
 
-// Where bars are narrower than a few pixels: each column is the mean of what ran in it, matches stand out.
-const strip = document.createElement("canvas");
-function paintDense(pen, lane, scene, first, last, y, row, view, state) {
-  const columns = Math.max(1, Math.round(view.width));
-  const sums = new Float32Array(4 * columns);
+const KINDS = ["F", "B", "I", "W", "tail", "imbalance", "message", "other", "warmup"];  // in a lane, from its foot up
+
+// Where bars are too narrow: in pieces as long as a rank's work on some microbatches, the share of each kind of work.
+function paintShares(pen, lane, scene, first, last, y, row, view, state) {
+  const {low, count, shares, add} = pieces(scene, view, state);
+  if (count <= 0) return;
   const matches = matchesOf(state, lane), marked = [];
+  addLane(lane, scene, Math.max(first - 1, 0), last, add, state);
+  for (let k = first; k <= last && matches; k++) {
+    if (matches.has(k)) marked.push(view.x(lane.start[k]), view.x(lane.end[k]));
+  }
+  pen.globalAlpha = matches ? 0.3 : 1;
+  paintStacks(pen, shares, count, low, scene, view, y, row.bar);
+  pen.globalAlpha = 1;
+  pen.fillStyle = theme.mark;
+  for (let m = 0; m < marked.length; m += 2) pen.fillRect(marked[m], y, Math.max(marked[m + 1] - marked[m], 1.5), row.bar);
+}
+
+// The pieces of a window: the first one, how many, the shares of each kind in them, and a function that adds a time.
+function pieces(scene, view, state, weight = 1) {
+  const step = scene.each > 0 && scene.each * view.scale < 24 ? scene.each * Math.ceil(6 / (scene.each * view.scale)) : 6 / view.scale;
+  const low = Math.floor(state.from / step), count = Math.ceil(Math.min(state.to, scene.total) / step) - low;
+  const shares = new Float64Array(KINDS.length * Math.max(count, 0));
+  const add = (start, end, kind) => {
+    for (let c = Math.max(Math.floor(start / step) - low, 0); c < count && (c + low) * step < end; c++) {
+      const inside = Math.min(end, (c + low + 1) * step, scene.total) - Math.max(start, (c + low) * step);
+      const whole = Math.min((c + low + 1) * step, scene.total) - (c + low) * step;
+      if (inside > 0) shares[c * KINDS.length + kind] += (weight * inside) / whole;
+    }
+  };
+  view.step_ = step;
+  return {low, count, shares, add};
+}
+
+function addLane(lane, scene, first, last, add, state) {
+  const kinds = scene.palette.map((entry) => KINDS.indexOf(entry.op));
   for (let k = first; k <= last; k++) {
-    const a = Math.max((lane.start[k] - state.from) * view.scale, 0);
-    const b = Math.min((lane.end[k] - state.from) * view.scale, columns);
-    if (matches && matches.has(k)) marked.push(a, b);
-    const one = scene.palette[lane.colour[2 * k]].rgb, two = scene.palette[lane.colour[2 * k + 1]].rgb;
+    const a = lane.start[k], b = lane.end[k], one = kinds[lane.colour[2 * k]], two = kinds[lane.colour[2 * k + 1]];
+    if (one === two) add(a, b, one);
+    else { add(a, (a + b) / 2, one); add((a + b) / 2, b, two); }
+  }
+  for (const gap of lane.idle) if (gap.end > state.from && gap.start < state.to) add(gap.start, gap.end, KINDS.indexOf(gap.cause));
+}
+
+function shadeOf(scene, op) {
+  const entry = scene.palette.find((one) => one.op === op && one.shade === 0);
+  return entry ? paintOf(entry).colour : "";
+}
+
+// Pieces of shares over one another; equal neighbours are one rectangle.
+function paintStacks(pen, shares, count, low, scene, view, y, height) {
+  const colours = KINDS.map((kind, k) => k < 4 ? shadeOf(scene, kind) : theme[kind]), step = view.step_, kinds = KINDS.length;
+  const x = (c) => Math.round(view.x(Math.min((c + low) * step, scene.total)));
+  const under = new Float64Array(count);
+  for (let kind = 0; kind < kinds; kind++) {
+    let from = 0, foot = -1, top = -1;
+    const flush = (c) => {
+      if (top > foot) pen.fillRect(x(from), y + height - top, x(c) - x(from), top - foot);
+    };
+    pen.fillStyle = colours[kind];
+    for (let c = 0; c < count; c++) {
+      const a = Math.round(2 * height * under[c]) / 2;
+      const b = Math.round(2 * height * Math.min((under[c] += shares[c * kinds + kind]), 1)) / 2;
+      if (a !== foot || b !== top) { flush(c); from = c; foot = a; top = b; }
+    }
+    flush(count);
+  }
+}
+
+// For the overview of few lanes: each column is the mean of what ran in it.
+const strip = document.createElement("canvas");
+function paintMeans(pen, lane, scene, y, height, view, state) {
+  const columns = Math.max(1, Math.round(view.width));
+  const sums = new Float32Array(4 * columns), matches = matchesOf(state, lane);
+  const shades = scene.palette.map((entry) => theme.rgb(paintOf(entry).colour)), mark = theme.rgb(theme.mark);
+  const add = (start, end, one, two) => {
+    const a = start * view.scale, b = Math.min(end * view.scale, columns);
     for (let x = Math.floor(a); x < b && x < columns; x++) {
       const share = Math.min(b, x + 1) - Math.max(a, x);
       for (let c = 0; c < 3; c++) sums[4 * x + c] += share * (one[c] + two[c]) / 2;
       sums[4 * x + 3] += share;
     }
+  };
+  for (let k = 0; k < lane.end.length; k++) {
+    const found = matches && matches.has(k);
+    add(lane.start[k], lane.end[k], found ? mark : shades[lane.colour[2 * k]], found ? mark : shades[lane.colour[2 * k + 1]]);
   }
+  for (const gap of lane.idle) { const tint = theme.rgb(theme[gap.cause]); add(gap.start, gap.end, tint, tint); }
   strip.width = columns;
   strip.height = 1;
   const ink = strip.getContext("2d"), image = ink.createImageData(columns, 1);
   for (let x = 0; x < columns; x++) {
-    const busy = Math.min(sums[4 * x + 3], 1);
-    for (let c = 0; c < 3; c++) image.data[4 * x + c] = sums[4 * x + c] + (1 - busy) * theme.idleRgb[c];
-    image.data[4 * x + 3] = 255;
+    const share = sums[4 * x + 3] || 1;
+    for (let c = 0; c < 3; c++) image.data[4 * x + c] = sums[4 * x + c] / share;
+    image.data[4 * x + 3] = sums[4 * x + 3] > 0 ? 255 : 0;
   }
   ink.putImageData(image, 0, 0);
   pen.imageSmoothingEnabled = false;
-  pen.globalAlpha = matches ? 0.3 : 1;
-  const end = Math.min(view.x(scene.total) - view.left, columns);
-  if (end > 0) pen.drawImage(strip, 0, 0, end, 1, view.left, y, end, row.bar);
-  pen.globalAlpha = 1;
-  pen.fillStyle = theme.mark;
-  for (let m = 0; m < marked.length; m += 2) pen.fillRect(view.left + marked[m], y, Math.max(marked[m + 1] - marked[m], 1.5), row.bar);
+  pen.drawImage(strip, 0, 0, columns, 1, view.left, y, columns, height);
 }
 
 function paintCurve(pen, lane, scene, y, height, view, state) {
@@ -232,107 +345,4 @@ function paintCurve(pen, lane, scene, y, height, view, state) {
   pen.strokeStyle = theme.curve;
   pen.lineWidth = 1;
   pen.stroke();
-}
-
-function boxOf(place, view, state) {
-  const row = state.rows.find((r) => r.lane && r.scene === place.scene && r.rank === place.rank);
-  if (!row) return null;
-  const y = view.top + row.y - state.scroll;
-  const {lane} = row;
-  const a = view.x(lane.start[place.index]), b = view.x(lane.end[place.index]);
-  return {x: a, y, width: Math.max(b - a - (b - a > 3 ? 1 : 0), 1), height: row.bar};
-}
-
-function paintOutline(pen, place, view, state, colour, thick) {
-  const box = boxOf(place, view, state);
-  if (!box) return;
-  pen.strokeStyle = colour;
-  pen.lineWidth = thick;
-  pen.strokeRect(box.x, box.y, box.width, box.height);
-}
-
-// An arrow from the end of what the chosen action waited for to its start.
-function paintCause(pen, place, view, state) {
-  const lane = state.scenes[place.scene].lanes[place.rank];
-  const cause = lane.cause.get(place.index);
-  if (!cause) return;
-  const to = boxOf(place, view, state), from = boxOf({...cause, scene: place.scene}, view, state);
-  if (!to || !from) return;
-  const x0 = from.x + from.width, y0 = from.y + from.height / 2, x1 = to.x, y1 = to.y + to.height / 2;
-  const bend = Math.max(24, Math.abs(x1 - x0) / 2);
-  pen.strokeStyle = pen.fillStyle = theme.mark;
-  pen.lineWidth = 2;
-  pen.setLineDash([5, 3]);
-  pen.strokeRect(from.x, from.y, from.width, from.height);
-  pen.setLineDash([]);
-  pen.beginPath();
-  pen.moveTo(x0, y0);
-  pen.bezierCurveTo(x0 + bend, y0, x1 - bend, y1, x1 - 6, y1);
-  pen.stroke();
-  pen.beginPath();
-  pen.moveTo(x1, y1);
-  pen.lineTo(x1 - 9, y1 - 5);
-  pen.lineTo(x1 - 9, y1 + 5);
-  pen.fill();
-}
-
-function stepOf(least) {
-  const power = 10 ** Math.floor(Math.log10(least));
-  return power * [1, 2, 5, 10].find((k) => power * k >= least * (1 - 1e-9));
-}
-
-function paintAxis(pen, view, state) {
-  pen.fillStyle = theme.paper;
-  pen.fillRect(0, 0, view.left + view.width + 12, AXIS);
-  pen.font = `11px ${FONT}`;
-  pen.textBaseline = "middle";
-  pen.textAlign = "center";
-  const digits = Math.max(0, -Math.floor(Math.log10(view.step) + 1e-9));
-  pen.fillStyle = theme.line;
-  for (const tick of view.ticks) pen.fillRect(Math.round(view.x(tick)), AXIS - 5, 1, 6);
-  pen.fillStyle = theme.faint;
-  for (const tick of view.ticks) pen.fillText(tick.toFixed(digits), view.x(tick), AXIS / 2 - 1);
-  pen.textAlign = "right";
-  pen.fillText((state.scenes[0].unit ? `in ${state.scenes[0].unit}, ` : "") + "bubble", GUTTER - 12, AXIS / 2 - 1);
-}
-
-// The overview: all lanes, thin, drawn once, and the window over them.
-const overview = {canvas: document.createElement("canvas"), key: null};
-function paintMap(canvas, state) {
-  const {pen, width, height, ratio} = penOf(canvas);
-  const view = {left: GUTTER, width: Math.max(width - GUTTER - 12, 10), ratio};
-  view.scale = view.width / state.total;
-  view.x = (time) => view.left + time * view.scale;
-  const key = [width, height, ratio, theme.paper, state.searches].join();
-  if (overview.key !== key) {
-    overview.key = key;
-    overview.canvas.width = canvas.width;
-    overview.canvas.height = canvas.height;
-    paintOverview(overview.canvas.getContext("2d"), view, width, height, state);
-  }
-  pen.drawImage(overview.canvas, 0, 0, width, height);
-  const a = view.x(state.from), b = view.x(state.to);
-  pen.globalAlpha = 0.65;
-  pen.fillStyle = theme.paper;
-  pen.fillRect(view.left, 2, a - view.left, height - 4);
-  pen.fillRect(b, 2, view.left + view.width - b, height - 4);
-  pen.globalAlpha = 1;
-  pen.strokeStyle = theme.faint;
-  pen.lineWidth = 1.5;
-  pen.strokeRect(a, 2.5, Math.max(b - a, 2), height - 5);
-  return view;
-}
-
-function paintOverview(pen, view, width, height, state) {
-  pen.setTransform(view.ratio, 0, 0, view.ratio, 0, 0);
-  pen.fillStyle = theme.paper;
-  pen.fillRect(0, 0, width, height);
-  const lanes = state.scenes.flatMap((scene) => scene.lanes.map((lane) => ({lane, scene})));
-  const each = (height - 8) / lanes.length;
-  const row = {bar: Math.max(each * (each > 3 ? 0.8 : 1), 0.7)};
-  const whole = {...state, from: 0, to: state.total};
-  lanes.forEach(({lane, scene}, k) => {
-    const last = lane.end.length - 1;
-    if (last >= 0) paintDense(pen, lane, scene, 0, last, 4 + k * each, row, view, whole);
-  });
 }

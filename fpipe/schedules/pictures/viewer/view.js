@@ -1,14 +1,29 @@
 // What the page does: the window in time, hovering, choosing, searching, keys. Painting is left to paint.js.
 
 const $ = (id) => document.getElementById(id);
-const raw = unpack(JSON.parse($("data").textContent));
+let raw = null;
 const state = {
-  scenes: raw.scenes, total: Math.max(...raw.scenes.map((scene) => scene.total)) || 1, from: 0, to: 1, scroll: 0,
-  memory: true, byRank: false, hover: null, chosen: null, matches: null, found: [], at: -1, rows: [], height: 0, searches: 0,
+  scenes: [], total: 1, from: 0, to: 1, scroll: 0, memory: true, critical: false, messages: false, byRank: false,
+  hover: null, chosen: null, matches: null, found: [], at: -1, rows: [], height: 0, searches: 0, loads: 0,
 };
-state.to = state.total;
 const lanes = $("lanes"), map = $("map"), tip = $("tip"), query = $("query");
-let view = null, mapView = null, waiting = false;
+let view = null, mapView = null, waiting = false, mouse = null;
+
+// Show these timelines; `keep` the window in time where it is.
+function load(next, keep = false) {
+  raw = unpack(next);
+  WORDS = raw.words;
+  IDLE = raw.idle;
+  const share = keep ? [state.from / state.total, state.to / state.total] : [0, 1];
+  Object.assign(state, {scenes: raw.scenes, hover: null, matches: null, found: [], at: -1, loads: state.loads + 1});
+  if (!keep) Object.assign(state, raw.show, {scroll: 0});
+  state.total = Math.max(...raw.scenes.map((scene) => scene.total)) || 1;
+  [state.from, state.to] = share.map((part) => part * state.total);
+  head();
+  choose(null);
+  search();
+  paintNow();
+}
 
 function draw() {
   if (waiting) return;
@@ -20,12 +35,15 @@ function draw() {
 }
 
 function paintNow() {
+  if (!state.scenes.length) return;
+  GUTTER = wideScreen() ? 172 : 46;
   const placed = arrange(state, lanes.clientHeight);
   state.rows = placed.rows;
   state.height = placed.height;
   state.scroll = clamp(state.scroll, 0, Math.max(0, placed.height - (lanes.clientHeight - AXIS)));
   mapView = paintMap(map, state);
   view = paintLanes(lanes, state);
+  if (mouse && !drag) hover(mouse.x, mouse.y, false);  // the box follows what is under the mouse
 }
 
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
@@ -72,15 +90,15 @@ function placeAt(x, y) {
   return {scene: row.scene, rank: row.rank, time, onCurve, ...barAt(row.lane, time)};
 }
 
-function hover(x, y) {
+function hover(x, y, repaint = true) {
   const place = placeAt(x, y);
   const was = state.hover;
   state.hover = place && place.index >= 0 && !place.onCurve ? place : null;
   lanes.style.cursor = state.hover ? "pointer" : "";
   if (!place) tip.hidden = true;
   else tell(place, x, y);
-  if ((was && was.index) !== (state.hover && state.hover.index) || (was && was.rank) !== (state.hover && state.hover.rank)
-    || (was && was.scene) !== (state.hover && state.hover.scene)) draw();
+  if (repaint && ((was && was.index) !== (state.hover && state.hover.index) || (was && was.rank) !== (state.hover && state.hover.rank)
+    || (was && was.scene) !== (state.hover && state.hover.scene))) draw();
 }
 
 function tell(place, x, y) {
@@ -89,7 +107,7 @@ function tell(place, x, y) {
   if (place.onCurve) lines = [["", `rank ${place.rank} holds ${held(heldAt(lane, place.time), scene.memoryUnit)}`],
     ["faint", `at ${time(place.time, scene)}; at most ${held(lane.peak, scene.memoryUnit)}`]];
   else if (place.index >= 0) lines = describe(state.scenes, place.scene, place.rank, place.index);
-  else lines = describeIdle(scene, lane, place.next);
+  else lines = describeIdle(scene, lane, place.time, place.next);
   tip.replaceChildren(...lines.map(([kind, text], k) => element(k ? "p" : "h2", text, kind)));
   tip.hidden = false;
   const width = tip.offsetWidth, height = tip.offsetHeight;
@@ -173,9 +191,15 @@ function next(by) {
 function toggle(name) {
   if (name === "byRank" && state.scenes.length < 2) return;
   state[name] = !state[name];
-  $("memory").setAttribute("aria-pressed", state.memory);
-  $("group").setAttribute("aria-pressed", state.byRank);
+  pressed();
   draw();
+}
+
+function pressed() {
+  for (const [id, name] of [["memory", "memory"], ["group", "byRank"], ["critical", "critical"], ["messages", "messages"]]) {
+    $(id).setAttribute("aria-pressed", state[name]);
+  }
+  legend();
 }
 
 function help(open = $("help").hidden) {
@@ -198,11 +222,12 @@ const KEYS = {
   ArrowDown: () => { state.scroll += 60; draw(); },
   "+": () => zoom(1.5), "=": () => zoom(1.5), "-": () => zoom(1 / 1.5), _: () => zoom(1 / 1.5),
   0: () => show(0, state.total), "/": () => query.focus(), "?": () => help(),
-  m: () => toggle("memory"), g: () => toggle("byRank"), w: follow, "[": () => step(-1), "]": () => step(1), Escape: letGo,
+  m: () => toggle("memory"), c: () => toggle("critical"), e: () => toggle("messages"), g: () => toggle("byRank"), w: follow, "[": () => step(-1), "]": () => step(1), Escape: letGo,
 };
 
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.target !== query && event.target.closest("#controls")) return;
   if (event.target === query) {
     if (event.key === "Enter") next(event.shiftKey ? -1 : 1);
     else if (event.key === "Escape") letGo();
@@ -221,6 +246,8 @@ $("closer").onclick = () => zoom(1.5);
 $("wider").onclick = () => zoom(1 / 1.5);
 $("fit").onclick = () => show(0, state.total);
 $("memory").onclick = () => toggle("memory");
+$("critical").onclick = () => toggle("critical");
+$("messages").onclick = () => toggle("messages");
 $("group").onclick = () => toggle("byRank");
 $("ask").onclick = () => help();
 
@@ -233,12 +260,16 @@ lanes.addEventListener("wheel", (event) => {
 }, {passive: false});
 
 let drag = null;
+const fingers = new Map();  // pointer id -> x, to zoom with two of them
 lanes.addEventListener("pointerdown", (event) => {
-  drag = {x: event.clientX, y: event.clientY, from: state.from, scroll: state.scroll, moved: false};
+  fingers.set(event.pointerId, event.clientX);
+  drag = {x: event.clientX, y: event.clientY, from: state.from, scroll: state.scroll, moved: fingers.size > 1};
   lanes.setPointerCapture(event.pointerId);
 });
 lanes.addEventListener("pointermove", (event) => {
+  mouse = event.pointerType === "touch" ? null : {x: event.offsetX, y: event.offsetY};
   if (!drag) return hover(event.offsetX, event.offsetY);
+  if (fingers.size === 2) return pinch(event);
   const dx = event.clientX - drag.x, dy = event.clientY - drag.y;
   if (Math.abs(dx) + Math.abs(dy) > 4) drag.moved = true;
   if (!drag.moved) return;
@@ -248,16 +279,24 @@ lanes.addEventListener("pointermove", (event) => {
   const length = state.to - state.from, from = drag.from - dx / view.scale;
   show(from, from + length);
 });
-lanes.addEventListener("pointerup", (event) => {
-  const click = drag && !drag.moved;
-  drag = null;
+function pinch(event) {
+  const [a, b] = fingers.values(), before = Math.abs(a - b);
+  fingers.set(event.pointerId, event.clientX);
+  const [c, d] = fingers.values(), centre = (c + d) / 2 - lanes.getBoundingClientRect().left - view.left;
+  if (before > 8 && Math.abs(c - d) > 8) zoom(Math.abs(c - d) / before, state.from + centre / view.scale);
+}
+function release(event) {
+  fingers.delete(event.pointerId);
+  const click = drag && !drag.moved && event.type === "pointerup";
+  if (!fingers.size) drag = null;
   lanes.classList.remove("dragging");
   if (!click) return;
   const place = placeAt(event.offsetX, event.offsetY);
-  choose(place && place.index >= 0 ? place : null);
-});
-lanes.addEventListener("pointercancel", () => { drag = null; lanes.classList.remove("dragging"); });
-lanes.addEventListener("pointerleave", () => { if (!drag) { tip.hidden = true; state.hover = null; draw(); } });
+  choose(place && place.index >= 0 && !place.onCurve ? place : null);
+}
+lanes.addEventListener("pointerup", release);
+lanes.addEventListener("pointercancel", release);
+lanes.addEventListener("pointerleave", () => { mouse = null; if (!drag) { tip.hidden = true; state.hover = null; draw(); } });
 lanes.addEventListener("dblclick", (event) => {
   const place = placeAt(event.offsetX, event.offsetY);
   if (place && place.index >= 0) bring(place, true);
@@ -274,7 +313,7 @@ map.addEventListener("pointerup", () => { mapDrag = false; });
 
 // ---- the page around the canvas -------------------------------------------------------------------------------------
 function head() {
-  for (const scene of state.scenes) {
+  $("figures").replaceChildren(...state.scenes.map((scene) => {
     const line = document.createElement("div");
     line.append(element("h1", scene.title), " ");
     for (const [word, value] of scene.figures) {
@@ -282,33 +321,57 @@ function head() {
       span.append(element("b", value));
       line.append(span, " ");
     }
-    $("figures").append(line);
-  }
-  for (const {op, word, colours: shades} of raw.legend) {
-    const span = document.createElement("span"), swatch = document.createElement("i");
-    shades.forEach((shade, k) => {
-      const cell = element("b", k ? "" : op === "fused" ? "" : op);
-      cell.style.background = shade.colour;
-      cell.style.color = shade.ink;
-      swatch.append(cell);
-    });
-    if (op === "fused") swatch.className = "fused";
-    span.append(swatch, element("span", word));
-    $("legend").append(span);
-  }
+    line.append(...scene.notes.filter(Boolean).map((note) => element("p", note)));
+    return line;
+  }));
   $("group").hidden = state.scenes.length < 2;
+  pressed();
+}
+
+// Swatches with a word: kinds of work with their shades, causes of idle time, curves and lines that are shown.
+function legend() {
+  const {scenes} = state, items = [];
+  const shades = Math.max(...scenes.map((scene) => scene.shades));
+  const widest = scenes.find((scene) => scene.shades === shades);
+  const swatch = (colours, kind, word) => {
+    const span = document.createElement("span"), box = element("i", "", kind);
+    for (const [colour, ink, letter] of colours) {
+      const cell = element("b", letter);
+      cell.style.background = colour;
+      cell.style.color = ink;
+      box.append(cell);
+    }
+    span.append(box, element("span", word));
+    items.push(span);
+  };
+  for (const op of "FBIW") {
+    if (!scenes.some((scene) => scene.ops.includes(op))) continue;
+    const scene = widest.ops.includes(op) ? widest : scenes.find((one) => one.ops.includes(op));
+    const entries = scene.palette.filter((entry) => entry.op === op).map(paintOf);
+    swatch(entries.map(({colour, ink}, k) => [colour, ink, k ? "" : op]), "", WORDS[op]);
+  }
+  if (shades > 1) items.push(element("span", "paler: a rank's other stages"));
+  if (scenes.some((scene) => scene.fused)) swatch(["F", "B"].map((op) => [shadeOf(scenes.find((one) => one.fused), op), "", ""]), "fused", "fused");
+  for (const [cause, word] of Object.entries(IDLE)) {
+    if (scenes.some((scene) => scene.used.has(cause))) swatch([[theme[cause], "", ""]], "", `idle: ${word}`);
+  }
+  if (state.memory && scenes.some((scene) => scene.lanes.some((lane) => lane.held.length))) swatch([[theme.curve, "", ""]], "line", "memory that the rank holds");
+  if (state.critical) swatch([[theme.mark, "", ""]], "line", "critical path");
+  if (state.messages) swatch([[theme["message-line"], "", ""]], "line", "message");
+  $("legend").replaceChildren(...items);
 }
 
 new ResizeObserver(draw).observe($("stage"));
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readTheme(); draw(); });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readTheme(); legend(); draw(); });
 readTheme();
-head();
-choose(null);
-paintNow();
+
+if (typeof DecompressionStream === "undefined") document.body.textContent = "This page needs a browser of 2023 or later.";
+const contents = await inflate($("data").textContent);
+if (contents.scenes) load(contents);  // else a script that follows has other contents
 
 // For scripts and tests: where an action stands on the page, and what is shown.
 window.fpipe = {
-  state, find: (text) => find(state.scenes, text),
+  state, criticalPath, messagesOf, paint: paintNow, find: (text) => find(state.scenes, text),
   where: (place) => {
     paintNow();
     const box = boxOf(place, view, state), at = lanes.getBoundingClientRect();
