@@ -30,6 +30,16 @@ Dynamic: TypeAlias = bool | Sequence[int] | Mapping[str, Sequence[int]] | None
 Layers: TypeAlias = Sequence[int] | Mapping[str, Sequence[int] | str] | None
 
 
+class _Missing:
+    """Stands for an argument that was not given, where None is a value."""
+
+    def __repr__(self) -> str:
+        return "MISSING"
+
+
+MISSING = _Missing()
+
+
 class Weight(NamedTuple):
     """A parameter of a module: its name in the whole model, and a tensor of its shape and dtype without data."""
 
@@ -74,6 +84,11 @@ class Stage:
         ties: pairs of a leaf's path and the name of a group, whose members, across stages, are one parameter.
         name: of the stage, in messages and checkpoints.
         initial_state: the first state, where the caller passes none.
+        carry: ``fn(params, carry, x)`` returns ``(y, carry)`` and runs slice after slice of a sequence, see ``slices`` of
+            ``fpipe.pipeline``. What the last slice returns is dropped. With ``state``: ``fn(params, state, carry, x)``
+            returns ``(y, carry, state)``.
+        initial_carry: what the first slice of each microbatch gets: a pytree of tensors and numbers, None, or a function
+            of x that returns one.
         like: what ``fn`` returns, for ``engine="eager"`` and a function whose control flow depends on values of
             tensors: a function of the same arguments whose result has the same structure, shapes and dtypes (``lambda
             p, x: x`` for most blocks).
@@ -98,6 +113,8 @@ class Stage:
     ties: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
     name: str = field(default="", kw_only=True)
     initial_state: Any = field(default=None, kw_only=True, compare=False)
+    carry: bool = field(default=False, kw_only=True)
+    initial_carry: Any = field(default=MISSING, kw_only=True, compare=False)
     like: Callable[..., Any] | None = field(default=None, kw_only=True)
     dynamic: Dynamic = field(default=None, kw_only=True)
     layers: Layers = field(default=None, kw_only=True, compare=False)

@@ -19,7 +19,7 @@ from ..programs.stage_programs import Programs
 from ..schedules.actions import Action
 from ..tree import Aval, contiguous, sum_dtype
 from .gathering import parameter_key, steps_of_copies
-from .keys import BatchLeaf, Key, OutputCotangent, Source, State, Value, grad, inputs
+from .keys import BatchLeaf, Key, OutputCotangent, Role, Source, State, Value, grad, inputs
 from .messages import Messages
 from .plan import LoweringInput, ProgramSet
 from .step import Step
@@ -30,7 +30,7 @@ class _Reads(NamedTuple):
     """What a program reads: the same for all microbatches of a kind, but for the number of the microbatch."""
 
     program: Program
-    keys: tuple[tuple[Key, bool], ...]  # each with whether it belongs to all microbatches
+    keys: tuple[tuple[Key, int | None], ...]  # each with how far its microbatch is; None: it belongs to all
     needs: tuple[int, ...]  # places of values of other stages
 
 
@@ -79,7 +79,23 @@ class Builder:
         if role == "state":
             before = self.state.setdefault(stage, [(State(stage, i), None) for i in range(programs.counts[3])])
             return before[leaf]
-        return (self.job.kind(mb).graph.source(programs, stage, name), mb)
+        graph = self.job.kind(mb).graph
+        if role in ("x", "cotangent") and stage < self.job.stages:
+            interface = graph.interfaces[stage]
+            beyond = leaf - len(interface.dxs if role == "x" else interface.ys)
+            if beyond >= 0:
+                return self._carried(role, stage, mb, beyond)
+        return (graph.source(programs, stage, name), mb)
+
+    def _carried(self, role: Role, stage: int, mb: int, leaf: int) -> Key:
+        """The key of a leaf of a slice's carry, which the slice before computes, or of its gradient, by the next."""
+        other = mb + (-1 if role == "x" else 1)
+        kind = self.job.kind(other)
+        programs, interface = kind.programs[stage], kind.graph.interfaces[stage]
+        names, count = (programs.ys, len(interface.ys)) if role == "x" else (programs.dxs, len(interface.dxs))
+        name = names[count + leaf]
+        assert name is not None, "no program reads a carry that is no tensor, nor a gradient that is not there"
+        return self.key(programs, stage, other, name)
 
     # ---- actions ------------------------------------------------------------------------------------------------
     def programs(self, part: Action) -> Iterator[tuple[Programs, Program, int]]:
@@ -177,7 +193,7 @@ class Builder:
         """The keys that a program reads; emits the waits that they need."""
         mb = action.microbatch
         _, keys, needs = self._pattern(own, program, stage, mb)
-        reads = tuple([key if fixed else (key[0], mb) for key, fixed in keys])
+        reads = tuple([key if by is None else (key[0], mb + by) for key, by in keys])
         for place in needs:
             self.messages.fetch(reads[place])
         return reads
@@ -192,7 +208,8 @@ class Builder:
                 place for place, (source, _) in enumerate(keys)
                 if isinstance(source, BatchLeaf) or (isinstance(source, Value) and source.stage != stage)
             )  # fmt: skip
-            found = self._reads[memo] = _Reads(program, tuple((key, key[1] != mb) for key in keys), needs)
+            apart = ((key, None if key[1] is None else key[1] - mb) for key in keys)
+            found = self._reads[memo] = _Reads(program, tuple(apart), needs)
         return found
 
     def run(self, action: Action, own: Programs, program: Program, stage: int) -> None:

@@ -164,7 +164,7 @@ def _wanted(builder: Builder) -> Iterator[Key]:
     yield from builder.added - {grad(*leaf) for leaf in reduced} | {reduced_grad(*leaf) for leaf in reduced}
     for keys in builder.state.values():
         yield from keys
-    for mb in range(job.schedule.microbatches):
+    for mb in range(job.schedule.units):
         path, kind = job.schedule.placement.path(mb), job.kind(mb)
         if path[top] == rank:
             if kind.loss is not None:

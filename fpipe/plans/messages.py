@@ -82,7 +82,7 @@ class Messages:
     def _incoming(self) -> Iterator[Channel]:
         """The messages that other ranks send here, from their rows."""
         job, sources = self.job, set()
-        kinds = {(job.kind_of[mb], self.placement.path(mb)): mb for mb in range(job.schedule.microbatches)}
+        kinds = {(job.kind_of[mb], self.placement.path(mb)): mb for mb in range(job.schedule.units)}
         for (_, path), mb in kinds.items():
             for stage in range(job.stages + 1):
                 for fact in ("F" if stage < job.stages else "") + ("I" if job.training else ""):
@@ -136,7 +136,7 @@ class Messages:
         """
         schedule = self.job.schedule
         rows = tuple(tuple(plain(row)) for row in schedule)
-        line = simulate_rows(rows, schedule.placement, schedule.microbatches, Costs())
+        line = simulate_rows(rows, schedule.placement, schedule.units, Costs(), slices=schedule.slices)
         self._by_rank = {channel.src: channel for channel in self.channels}
         ends = {src: {s.position: s.end for s in line.of_rank(src)} for src in self._by_rank}
         events = ((ends[c.src][place], c.src, n) for c in self.channels for n, place in enumerate(c.places))

@@ -140,11 +140,11 @@ class LoweringInput:
 
     def scalars(self, rank: int) -> list[Scalar]:
         """The losses and auxiliary losses that a rank computes; the keys hold if the rank's programs are known."""
-        return [s for mb in range(self.schedule.microbatches) for home, s in self._scalars(mb) if home == rank]
+        return [s for mb in range(self.schedule.units) for home, s in self._scalars(mb) if home == rank]
 
     def scalar_ranks(self) -> list[int]:
         """The ranks that compute losses or auxiliary losses."""
-        return sorted({home for mb in range(self.schedule.microbatches) for home, _ in self._scalars(mb)})
+        return sorted({home for mb in range(self.schedule.units) for home, _ in self._scalars(mb)})
 
     def _scalars(self, mb: int) -> Iterator[tuple[int, Scalar]]:
         kind, path = self.kind(mb), self.schedule.placement.path(mb)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
+from ..programs.carries import Carries, parted
 from ..programs.stage_programs import Programs
 from ..tree import AbstractTree, Aval, Spec, arriving
 from .keys import (
@@ -62,25 +63,30 @@ class Interface:
     state: AbstractTree | None = None
 
     @classmethod
-    def of(cls, programs: Programs, leaves: tuple[str, ...] = ()) -> Interface:
-        """The interface of programs; ``leaves`` are the paths of the stage's parameters."""
+    def of(cls, programs: Programs, leaves: tuple[str, ...] = (), carries: Carries = Carries()) -> Interface:
+        """The interface of programs; ``leaves`` are the paths of the stage's parameters.
+
+        Carries, the last leaves of input and output, stay on their rank and are no part of it.
+        """
+        xs, count = len(programs.dxs) - carries.given, len(programs.ys) - (carries.returned or 0)
+        y = programs.outputs.y if carries.returned is None else parted(programs.outputs.y)[0]
         read = {name for program in (programs.f, programs.b, programs.i, programs.w) for name in program.inputs}
         read |= {name for name in programs.dps if name is not None}
         x_index = {name: i for name, (role, i) in inputs(programs).items() if role == "x"}
         dy_index = {name: j for j, name in enumerate(programs.dys) if name is not None}
         ys: Iterator[Leaf] = (
             None if name is None or aval is None else x_index.get(name, (name, aval))
-            for name, aval in zip(programs.ys, programs.outputs.y.tensors, strict=True)
+            for name, aval in zip(programs.ys[:count], y.tensors, strict=True)
         )
         dxs: Iterator[Leaf] = (
             None if name is None else dy_index[name] if name in dy_index else (name, programs.grad_avals[name])
-            for name in programs.dxs
+            for name in programs.dxs[:xs]
         )
-        takes_x = tuple(name in read or name in programs.saved for name in x_index)
-        takes_dy = tuple(name is not None and name in read for name in programs.dys)
+        takes_x = tuple(name in read or name in programs.saved for name in x_index)[:xs]
+        takes_dy = tuple(name is not None and name in read for name in programs.dys[:count])
         outputs = programs.outputs
-        dys = tuple(name is not None for name in programs.dys)
-        return cls(outputs.y, tuple(ys), tuple(dxs), dys, takes_x, takes_dy, outputs.aux, leaves, outputs.state)
+        dys = tuple(name is not None for name in programs.dys[:count])
+        return cls(y, tuple(ys), tuple(dxs), dys, takes_x, takes_dy, outputs.aux, leaves, outputs.state)
 
 
 class Out(NamedTuple):
@@ -137,14 +143,13 @@ class ValueGraph:
         """The gradient of input ``leaf`` of a stage that computes it under a name."""
         return Value(stage, name) if stage < self.stages or self.has_loss else OutputCotangent(leaf)
 
-    def lacking(self) -> tuple[int, frozenset[int]] | None:
-        """The last stage whose programs have a cotangent for an output that has none, and all its outputs without."""
-        for stage in reversed(range(self.stages)):
-            interface = self.interfaces[stage]
-            unused = frozenset(j for j in interface.y.wanted if self.cotangent(stage, j) is None)
-            if any(interface.dys[j] for j in unused):
-                return stage, unused
-        return None
+    def unused(self, stage: int) -> frozenset[int]:
+        """The outputs of a stage that have no cotangent."""
+        return frozenset(j for j in self.interfaces[stage].y.wanted if self.cotangent(stage, j) is None)
+
+    def lacking(self) -> bool:
+        """Whether the programs of some stage have a cotangent for an output that has none."""
+        return any(interface.dys[j] for s, interface in enumerate(self.interfaces) for j in self.unused(s))
 
     def outputs(self) -> tuple[Source, ...]:
         """The sources of the last stage's outputs that are tensors."""

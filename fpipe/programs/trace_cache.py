@@ -23,6 +23,7 @@ from ..errors import StageError
 from ..stage import Stage, as_stage
 from ..tree import AbstractTree, Aval, Static, Tree
 from .autocast import ambient
+from .carries import SliceCall
 from .eager.engine import eager_programs
 from .families import Families
 from .losses import LossCall
@@ -98,6 +99,8 @@ def programs_of(
     fn = stage.fn
     if isinstance(fn, LossCall):  # created for each use; the loss itself is the function that lives
         fn, options = fn.loss, (*options, fn.has_aux)
+    elif isinstance(fn, SliceCall):
+        fn, options = fn.fn, (*options, fn.kind)
     key: Key = (*options, signature)
     store: MutableMapping[Key, Programs] = _EAGER if eager else _traces_of(fn)
     try:

@@ -41,7 +41,8 @@ Offers: TypeAlias = Mapping[str, tuple[AbstractTree, ...]]
 class Call:
     """One call of a pipeline.
 
-    ``wanted`` are the arguments that are differentiated: 0 for params, 1 for x. ``number`` counts the microbatches.
+    ``wanted`` are the arguments that are differentiated: 0 for params, 1 for x. ``number`` counts the microbatches or,
+    where these have slices, the slices of all of them: here, slices are meant where microbatches are written.
     ``leaves`` and ``state_leaves`` are the parameters and the states of the stages of this process. ``offers`` are what
     other processes said of arguments that are elsewhere.
     """
@@ -79,17 +80,18 @@ class Call:
                 f"{len(targets)} targets were given, but the pipeline has no loss; say pipeline(..., loss=)"
             )
         m = count([x, *targets, *side.values()], config.microbatches)
-        batch = Parts(x, m, "x")
-        parts = tuple(Parts(target, m, f"target {i}") for i, target in enumerate(targets))
+        k = config.slices
+        batch = Parts(x, m, "x", slices=k)
+        parts = tuple(Parts(target, m, f"target {i}", slices=k) for i, target in enumerate(targets))
         _check_sides(config, side)
-        sides = {name: Parts(value, m, f"side input {name!r}", True) for name, value in side.items()}
+        sides = {name: Parts(value, m, f"side input {name!r}", True, k) for name, value in side.items()}
         _check_absent(config, batch, parts, sides)
         check_seed(seed)
         seed = config.seed if seed is None else seed
         leaves = {s: tree.flatten(params[s]) for s in config.here}
         state_leaves = {} if state is None else {s: tree.flatten(state[s]) for s in config.here}
         return cls(
-            config, mode, params, state, leaves, state_leaves, m, batch, parts, sides, seed, wanted, has_aux, each,
+            config, mode, params, state, leaves, state_leaves, m * k, batch, parts, sides, seed, wanted, has_aux, each,
             loss_scale,
         )  # fmt: skip
 
@@ -235,19 +237,19 @@ class Call:
         for stage, (leaves, spec) in self.state_leaves.items():
             states[stage] = AbstractTree.flat(spec, leaves)
         dx = training and 1 in self.wanted
-        kinds: dict[Kind, int] = {}
         several = any(len(trees) > 1 for trees in self.offers.values())
         uniform = not several and all(part.uniform for part in self.batch_parts)
-        kind_of = [kinds.setdefault(self._kind(m, dx), len(kinds)) for m in range(1 if uniform else self.number)]
-        schedule = config.schedule_for(self.number)
+        schedule = config.schedule_for(self.number // config.slices)
+        chain = schedule.slices if config.carries else 1
+        kinds, kind_of = _kinds([self._kind(m, dx) for m in range(chain if uniform else self.number)], chain)
         if not training:
             schedule = schedule.only("F")
         elif self.mode == "vjp":
             schedule = _phased(schedule)
         return Request(
             self.mode, schedule, tuple(params), tuple(states), tuple(kinds),
-            tuple(kind_of * (self.number if uniform else 1)), dx, layouts, self.each is not None, self.has_aux,
-            debugging(),
+            tuple(kind_of * (self.number // chain if uniform else 1)), dx, layouts, self.each is not None, self.has_aux,
+            debugging(), chain,
         )  # fmt: skip
 
     def _kind(self, m: int, dx: bool) -> Kind:
@@ -324,6 +326,17 @@ def _check_sides(config: Config, side: Mapping[str, Tree]) -> None:
                 f"no stage and no loss names a keyword-only argument {name!r}{hint} (they name "
                 f"{', '.join(sorted(known)) or 'none'})"
             )
+
+
+def _kinds(found: Sequence[Kind], chain: int) -> tuple[list[Kind], list[int]]:
+    """The kinds of microbatches, and that of each. With a chain, the slices of a microbatch have kinds in a row."""
+    places: dict[tuple[Kind, ...], int] = {}
+    kind_of = []
+    for first in range(0, len(found), chain):
+        group = tuple(found[first : first + chain])
+        start = places.setdefault(group, len(places) * chain)
+        kind_of += range(start, start + chain)
+    return [kind for group in places for kind in group], kind_of
 
 
 def _phased(schedule: Schedule) -> Schedule:

@@ -57,7 +57,7 @@ def pipeline(
     compile: str | None = None, overlap: Any = "weave",
     dp: Group | None = None, zero: int = 0, reduce_dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 25,
     unsharded: int = 2, own: Sequence[str] = (), dp_reduction: Literal["mean", "sum"] | None = None,
-    memory: float | str | None = None, costs: Costs | None = None,
+    memory: float | str | None = None, costs: Costs | None = None, slices: int | None = None,
 ) -> Pipeline[Any, Any]:  # fmt: skip
     """A function of ``(params, x, *targets)`` from stages, a schedule and a loss.
 
@@ -112,6 +112,9 @@ def pipeline(
             weights of ``fpipe.weighted`` are then counted in each copy.
         memory: for ``schedule="auto"``, what a rank may use: bytes, or text such as ``"60GB"``.
         costs: for ``schedule="auto"``, as from ``fpipe.measure_costs``. None: estimates in the first call.
+        slices: into how many equal slices the second axis of every microbatch, that of the sequence, is cut; a stage
+            with ``carry=True`` passes something from each slice to the next. A named schedule is made with as many.
+            None: the number of the schedule, or one.
 
     Returns:
         A ``Pipeline``.
@@ -135,8 +138,11 @@ def pipeline(
     group = group or init()
     if isinstance(schedule, Schedule) and microbatches is None:
         microbatches = schedule.microbatches
+    if schedule == "auto" and slices not in (None, 1):
+        raise StageError(f'slices={slices} with schedule="auto", which has none; give the name of a schedule')
     schedule = chosen_by(schedule, group, len(stages), memory, costs, microbatches)
-    parts = described(Config(tuple(map(as_stage, stages)), schedule, group, microbatches=microbatches))
+    given = Config(tuple(map(as_stage, stages)), schedule, group, microbatches=microbatches, sliced=slices)
+    parts = described(given)
     devices = map(group.device, group.here)
     return Pipeline(Config(
         without_unsafe_compilers([with_defaults(stage, engine, compile) for stage in parts], devices, stacklevel=2),
@@ -146,6 +152,7 @@ def pipeline(
         frozen=(*frozen, *(f"{s}.{name}" for s, stage in enumerate(parts) for name in stage.frozen)),
         tied=ties(parts, tied), outputs=outputs, accumulate=accumulate, overlap=Overlap.of(overlap),
         copies=Copies.of(dp, zero, reduce_dtype, bucket_bytes, unsharded, _mean(reduction, dp_reduction), tuple(own)),
+        sliced=slices,
     ))  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from .cotangents import cotangents
 from .debugging import check_leaks, debugging
 from .feed import Feeder
 from .loop import drive, execute
-from .microbatches import Microbatches, merge
+from .microbatches import gradients, joined
 from .plan_cache import Cache, CachedPlans, refused
 from .registers import Registers
 from .results import Results
@@ -42,7 +42,7 @@ def forward(call: Call, cache: Cache) -> Tree:
             results, returned = _run_all(call, plans)
             if call.config.loss is not None:
                 return _value(call, results, returned)
-            y = joined(results.outputs(), call.x.uniform) if call.each is None else _returned_by_each(call, returned)
+            y = _outputs(results, call) if call.each is None else _returned_by_each(call, returned)
             return y if call.state is None else (y, results.states())
 
 
@@ -52,7 +52,7 @@ def value_and_grad(call: Call, cache: Cache, value: bool = True) -> tuple[Tree, 
         plans, _ = _announced(call, cache)
         with _Reported(call.config):
             results, returned = _run_all(call, plans)
-            by_argument = {0: results.param_grads, 1: lambda: joined(results.input_grads(), call.x.uniform)}
+            by_argument = {0: results.param_grads, 1: lambda: _input_grads(results, call)}
             grads = {n: by_argument[n]() for n in call.wanted}
             loss = _value(call, results, returned) if value else results.leave_loss()
             return loss, tuple(grads[n] for n in call.wanted)
@@ -67,7 +67,7 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
             weights = call.weights()
             _run(call, plans, regs, lambda feeder, r: feeder.fill(r, call, weights), phase=0)
             results = Results(plans.layout, regs, call, weights)
-            y = joined(results.outputs(), call.x.uniform)
+            y = _outputs(results, call)
             y = y if call.state is None else (y, results.states())
     kept: list[AllRegisters] = [regs]
     before = _versions(plans, regs)
@@ -91,7 +91,7 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
             with _Reported(call.config):
                 _run(call, plans, regs, lambda feeder, r: feeder.fill_cotangents(r, rows), phase=1)
                 results = Results(plans.layout, regs, call, weights, rows)
-                return results.param_grads(), joined(results.input_grads(), call.x.uniform)
+                return results.param_grads(), _input_grads(results, call)
 
     return y, pullback
 
@@ -109,9 +109,16 @@ def _versions(plans: CachedPlans, regs: AllRegisters) -> list[list[int]]:
     return [versions([regs[rank].slots[slot] for slot in slots]) for rank, slots in plans.carried.items()]
 
 
-def joined(parts: Sequence[Tree] | None, whole: bool) -> Tree:
-    """Results by microbatch in the form of the batch: one pytree where it was ``whole``, else Microbatches."""
-    return None if parts is None else merge(parts) if whole else Microbatches(parts)
+def _outputs(results: Results, call: Call) -> Tree:
+    """The outputs in the form of the batch."""
+    parts = results.outputs()
+    return None if parts is None else joined(parts, call.x.slices, call.x.uniform)
+
+
+def _input_grads(results: Results, call: Call) -> Tree:
+    """The gradient of x in the form of the batch."""
+    parts = results.input_grads()
+    return None if parts is None else joined(gradients(parts, call.x), 1, call.x.uniform)
 
 
 def surrounded() -> bool:
@@ -173,7 +180,7 @@ def _run_all(call: Call, plans: CachedPlans) -> tuple[Results, dict[int, Any]]:
         """Pass a microbatch's output, and what the loss returned, to the caller's function; keep no reference."""
         assert call.each is not None
         before = versions(values)
-        returned[mb] = call.each(mb, *plans.prepared.results(mb, results.apart(values, set()), call.has_aux))
+        returned[int(mb)] = call.each(mb, *plans.prepared.results(mb, results.apart(values, set()), call.has_aux))
         if call.mode == "grad" and versions(values) != before:
             raise StageError("it wrote into the output or the loss, which the backward needs; change a copy")
         values.clear()

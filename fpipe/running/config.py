@@ -19,12 +19,13 @@ from .. import tree
 from ..collectives.claim import Claim
 from ..collectives.group import Group
 from ..errors import StageError
-from ..generators import Source, schedule_from
+from ..generators import Source, is_path, schedule_from
 from ..plans.sharding import Copies
 from ..plans.weaving.weave import Overlap
 from ..programs.losses import loss_sides
 from ..schedule import Placement, Schedule
-from ..stage import Stage
+from ..schedules.text import counted
+from ..stage import MISSING, Elsewhere, Stage
 from ..tree import Tree
 from .auto import Auto
 from .reduction import Reduction, Weighted
@@ -53,8 +54,15 @@ class Config:
     accumulate: torch.dtype | None = None
     overlap: Overlap = field(default_factory=Overlap)
     copies: Copies | None = None
+    sliced: int | None = None
 
     def __post_init__(self) -> None:
+        if self.sliced is not None and (type(self.sliced) is not int or self.sliced < 1):
+            raise StageError(f"slices={self.sliced!r}; give a number of slices of a sequence, 1 or more")
+        for index, stage in enumerate(self.functions):
+            _check_carry(f"stage {index} ({stage.label})", stage)
+        if isinstance(self.loss, Stage) and self.loss.carry:
+            raise StageError("the loss has carry=True, and only stages have carries; return what it needs from a stage")
         if self.reduction not in ("mean", "sum") and not isinstance(self.reduction, Weighted):
             raise StageError(f"reduction={self.reduction!r}; give 'mean', 'sum' or fpipe.weighted(fn)")
         if self.outputs not in get_args(Outputs):
@@ -89,6 +97,18 @@ class Config:
         return any(stage.state for stage in self.functions)
 
     @cached_property
+    def carries(self) -> bool:
+        """Whether a stage carries something from slice to slice."""
+        return any(stage.carry for stage in self.functions)
+
+    @cached_property
+    def slices(self) -> int:
+        """The number of slices of a microbatch: ``slices=``, or that of the schedule."""
+        if self.sliced is None and isinstance(self.schedule, str) and not is_path(self.schedule):
+            return 1
+        return self.sliced or self._some_schedule.slices
+
+    @cached_property
     def sides(self) -> tuple[tuple[str, ...], ...]:
         """The names of the side inputs of every stage, and of the loss at the end."""
         return (*(stage.sides for stage in self.functions), loss_sides(self.loss))
@@ -96,13 +116,17 @@ class Config:
     @cached_property
     def schedule_for(self) -> Callable[[int], Schedule]:
         """The checked schedule for a number of microbatches; each is generated once."""
-        made = partial(_schedule_for, self.schedule, self.group.size, self.stages)
+        made = partial(_schedule_for, self.schedule, self.group.size, self.stages, self.sliced)
         return made if isinstance(self.schedule, Auto) else lru_cache(maxsize=None)(made)
 
     @cached_property
     def placement(self) -> Placement:
         """Which ranks hold which stages, whatever the number of microbatches."""
-        return self.schedule_for(2 * self.group.size if self.microbatches is None else self.microbatches).placement
+        return self._some_schedule.placement
+
+    @property
+    def _some_schedule(self) -> Schedule:
+        return self.schedule_for(2 * self.group.size if self.microbatches is None else self.microbatches)
 
     @cached_property
     def here(self) -> tuple[int, ...]:
@@ -150,13 +174,37 @@ def check_seed(seed: object) -> None:
         raise StageError(f"seed={seed!r}; give an integer, such as int(...) of it")
 
 
-def _schedule_for(source: Source, ranks: int, stages: int, microbatches: int) -> Schedule:
+def _check_carry(what: str, stage: Stage) -> None:
+    """Raise StageError for a carry without a beginning, or a beginning without a carry."""
+    given = stage.initial_carry is not MISSING
+    if stage.carry and not given and not isinstance(stage.fn, Elsewhere):
+        raise StageError(
+            f"{what} has carry=True without initial_carry=; give what its first slice gets: tensors, numbers, None, or "
+            "a function of x"
+        )
+    if given and not stage.carry:
+        raise StageError(f"{what} has initial_carry= without carry=True; give both, or neither")
+    leaves = tree.leaves(stage.initial_carry) if given and not callable(stage.initial_carry) else ()
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        raise StageError(
+            f"initial_carry of {what} has a tensor that requires a gradient, which it does not get; make it a "
+            "parameter, and let the function begin with it where its carry is None"
+        )
+
+
+def _schedule_for(source: Source, ranks: int, stages: int, slices: int | None, microbatches: int) -> Schedule:
     """Read or generate the schedule, and check it against the pipeline."""
     if not isinstance(source, (str, PathLike, Schedule)) and not callable(source):
         raise StageError(
             f"schedule={source!r}; give a name, a Schedule, a path to a CSV or a function (ranks, microbatches)"
         )
-    schedule = schedule_from(source, ranks, microbatches, stages)
+    schedule = schedule_from(source, ranks, microbatches, stages, slices or 1)
+    if slices not in (None, schedule.slices):
+        remedy = f"schedule.sliced({slices})" if schedule.slices == 1 else f"slices={schedule.slices}"
+        raise StageError(
+            f"slices={slices}, but the schedule has {counted(schedule.slices, 'slice')} a microbatch; give {remedy}, or a "
+            "name, which is made with as many"
+        )
     if schedule.ranks != ranks:
         raise StageError(f"the schedule is for {schedule.ranks} ranks, the group has {ranks}; make both agree")
     if schedule.stages != stages:

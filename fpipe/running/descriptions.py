@@ -20,7 +20,7 @@ from .facts import named
 from .handshake import TOGETHER
 
 #: Fields of a Stage that other processes need, as they are.
-_PLAIN = ("aux_loss", "state", "engine", "compile", "frozen", "ties", "name")
+_PLAIN = ("aux_loss", "state", "carry", "engine", "compile", "frozen", "ties", "name")
 
 
 def described(config: Config) -> tuple[Stage, ...]:

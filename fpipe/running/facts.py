@@ -40,6 +40,7 @@ def facts(config: Config, request: Request) -> dict[str, str | None]:
         "call": f"{request.mode}, argnums {'0 and 1' if request.wants_dx else '0'}, has_aux={request.has_aux}"
         + (", each=" if request.each else ""),
         "microbatches": str(schedule.microbatches),
+        "slices": str(schedule.slices),
         "schedule": f"{schedule.name or 'a schedule'} of {schedule.stages} stages ({schedule.digest})",
         "the kinds of microbatches": _kinds(request),
         "the shape of x": _shapes([kind[0] for kind in request.kinds]),
@@ -81,7 +82,7 @@ def named(function: Callable[..., Any]) -> str:
     if isinstance(function, Elsewhere):
         return function.text
     if isinstance(function, Stage):
-        options = [name for name in ("aux_loss", "state") if getattr(function, name)]
+        options = [name for name in ("aux_loss", "state", "carry") if getattr(function, name)]
         return " ".join([function.name, named(function.fn), *options]).lstrip()
     if isinstance(function, partial):
         return f"partial of {named(function.func)}"

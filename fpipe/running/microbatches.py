@@ -8,7 +8,7 @@ microbatch as they are. Knows no stages and no ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import islice
 from typing import Any
 
@@ -117,27 +117,32 @@ class Parts:
     ``leaves`` are those that were passed, and ``structure`` is that of the batch, or of each of its parts. ``uniform``
     says that all rows have one shape, so that the first row describes all. A batch is checked at once but cut only when
     its rows are read: most ranks read none. With ``shared_scalars`` a tensor without axes is the same for every
-    microbatch; without it, it is an error. ``absent``: another process has it, and tensors have no data here.
+    microbatch; without it, it is an error. ``absent``: another process has it, and tensors have no data here. With
+    ``slices`` each row is one slice of a microbatch: leaves with two axes or more are cut along the second one, and
+    others are those of all slices.
 
     >>> Parts(torch.arange(4), 2, "x").rows
     [(tensor([0, 1]),), (tensor([2, 3]),)]
     """
 
-    def __init__(self, batch: Tree, parts: int, name: str, shared_scalars: bool = False):
-        self.name, self.uniform = name, not isinstance(batch, Microbatches)
+    def __init__(self, batch: Tree, parts: int, name: str, shared_scalars: bool = False, slices: int = 1):
+        self.name, self.uniform, self.slices = name, not isinstance(batch, Microbatches), slices
         if self.uniform:
             leaves, self.structure = tree.flatten(batch)
             self.leaves, self.absent = stand_ins(leaves, name)
-            self.specs = [self.structure] * parts
+            self.specs = [self.structure] * (parts * slices)
             for leaf in self.leaves:
                 _check_leaf(leaf, parts, name, shared_scalars)
+            _check_slices(self.leaves, self.structure, name, slices)
         else:
             flat = [(*tree.flatten(part), f"{name}[{m}]") for m, part in enumerate(split(batch, parts, name))]
             rows = [stand_ins(leaves, which) for leaves, _, which in flat]
             self.leaves = [leaf for leaves, _ in rows for leaf in leaves]
             self.absent = any(absent for _, absent in rows)
-            self.specs = [spec for _, spec, _ in flat]
-            self.structure = tuple(self.specs)
+            for (leaves, _), (_, spec, which) in zip(rows, flat, strict=True):
+                _check_slices(leaves, spec, which, slices)
+            self.structure = tuple(spec for _, spec, _ in flat)
+            self.specs = [spec for spec in self.structure for _ in range(slices)]
 
     @property
     def unknown(self) -> bool:
@@ -149,17 +154,50 @@ class Parts:
         """The leaves of every microbatch: views of the caller's tensors."""
         if not self.uniform:
             following = iter(self.leaves)
-            return [list(islice(following, spec.num_leaves)) for spec in self.specs]
-        columns = [_split_leaf(leaf, len(self.specs)) for leaf in self.leaves]
-        return list(zip(*columns, strict=True)) if columns else [() for _ in self.specs]
+            rows: list[Sequence[Any]] = [list(islice(following, spec.num_leaves)) for spec in self.structure]
+        else:
+            parts = len(self.specs) // self.slices
+            columns = [_split_leaf(leaf, parts) for leaf in self.leaves]
+            rows = list(zip(*columns, strict=True)) if columns else [()] * parts
+        return rows if self.slices == 1 else [part for row in rows for part in sliced(row, self.slices)]
 
     def tree(self, mb: int) -> Tree:
         """One microbatch as a pytree."""
         return tree.unflatten(self.specs[mb], self.rows[mb])
 
 
-def merge(parts: Sequence[Tree]) -> Tree:
+def _check_slices(leaves: Sequence[Any], structure: tree.Structure, name: str, slices: int) -> None:
+    """Raise BatchError where a leaf cannot be cut into equal slices."""
+    for leaf, path in zip(leaves, structure.paths(), strict=True) if slices > 1 else ():
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and leaf.shape[1] % slices:
+            where = ".".join(map(str, path))
+            raise BatchError(
+                f"{name}{f' has the leaf {where!r}' if where else ' is a tensor'} of shape {list(leaf.shape)}, and "
+                f"{slices} slices do not divide the {leaf.shape[1]} of its second axis; pad it to "
+                f"{-(-leaf.shape[1] // slices) * slices}, or change slices="
+            )
+
+
+def sliced(row: Sequence[Any], slices: int) -> Sequence[Sequence[Any]]:
+    """The leaves of a microbatch by slice: views along the second axis of those that have one, the others as they are.
+
+    >>> sliced([torch.arange(4)[None], 7], 2)
+    [(tensor([[0, 1]]), 7), (tensor([[2, 3]]), 7)]
+    """
+
+    def cut(leaf: Any) -> Sequence[Any]:
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() < 2:
+            return [leaf] * slices
+        size = leaf.shape[1] // slices
+        return [leaf.narrow(1, step * size, size) for step in range(slices)]
+
+    return list(zip(*map(cut, row), strict=True)) or [()] * slices
+
+
+def merge(parts: Sequence[Tree], axis: int = 0) -> Tree:
     """The inverse of ``split``: tensor leaves joined along the first axis, other leaves taken from the first part.
+
+    With ``axis=1`` the inverse of a cut into slices. Tensors that lack the axis are stacked along it.
 
     >>> merge([torch.zeros(2, 3), torch.ones(1, 3)]).shape
     torch.Size([3, 3])
@@ -169,18 +207,45 @@ def merge(parts: Sequence[Tree]) -> Tree:
     if any(other != spec for _, other in flat):
         raise BatchError("the microbatches' outputs have different structures and cannot be joined into one batch")
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return tree.unflatten(spec, [_merge_leaf(column) for column in columns])
+    return tree.unflatten(spec, [_merge_leaf(column, axis) for column in columns])
 
 
-def _merge_leaf(column: Sequence[Any]) -> Any:
+def _merge_leaf(column: Sequence[Any], axis: int) -> Any:
     if not isinstance(column[0], torch.Tensor):
         return column[0]
-    if column[0].dim() == 0:
-        return torch.stack(list(column))
     try:
-        return torch.cat(list(column)) if len(column) > 1 else column[0]
+        if column[0].dim() <= axis:
+            return torch.stack(list(column), min(axis, column[0].dim()))
+        return torch.cat(list(column), axis) if len(column) > 1 else column[0]
     except RuntimeError as error:
         shapes = ", ".join(str(tuple(t.shape)) for t in column)
+        if axis:
+            remedy = "return tensors that are alike but for their second axis"
+            raise BatchError(f"outputs of slices of shapes {shapes} do not join; {remedy}") from error
         raise BatchError(
             f"outputs of shapes {shapes} do not join along their first axis; pass fpipe.Microbatches to get them apart"
         ) from error
+
+
+def joined(parts: Sequence[Tree], slices: int, whole: bool) -> Tree:
+    """Results by microbatch, or by slice of each, in the form of the batch: one pytree where it was ``whole``."""
+    if slices > 1:
+        parts = [merge(parts[first : first + slices], 1) for first in range(0, len(parts), slices)]
+    return merge(parts) if whole else Microbatches(parts)
+
+
+def gradients(parts: Sequence[Tree], x: Parts) -> Sequence[Tree]:
+    """The gradients of x by microbatch, from those by slice: added for leaves that every slice gets whole, in the order
+    of the backwards."""
+    if x.slices == 1:
+        return parts
+    found = []
+    for first in range(0, len(parts), x.slices):
+        columns = zip(*(x.specs[first].flatten_up_to(part) for part in parts[first : first + x.slices]), strict=True)
+        cut = [isinstance(leaf, torch.Tensor) and leaf.dim() > 1 for leaf in x.rows[first]]
+        leaves = [
+            None if column[0] is None else torch.cat(column, 1) if along else reduce(torch.add, reversed(column))
+            for column, along in zip(columns, cut, strict=True)
+        ]
+        found.append(tree.unflatten(x.specs[first], leaves))
+    return found

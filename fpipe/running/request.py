@@ -34,3 +34,4 @@ class Request:
     each: bool = False  # outputs, and what the loss returns, go to a function of the caller
     has_aux: bool = False
     debug: bool = False  # results are checked for NaN
+    chain: int = 1  # of stages with carries: the slices of a microbatch, whose kinds are in a row

@@ -55,6 +55,7 @@ class Options(TypedDict, total=False):
     dp_reduction: Literal["mean", "sum"] | None
     memory: float | str | None
     costs: Costs | None
+    slices: int | None
 
 
 class ParamGrads(Protocol[V]):

@@ -18,6 +18,7 @@ import torch
 from ..collectives.group import Group, Work
 from ..devices import drawn
 from ..plans.plan import Instruction
+from ..schedules.actions import Slice
 from ..tree import sum_dtype
 from .copies import together
 from .registers import Registers
@@ -171,7 +172,7 @@ def _drawing(run: RunFn, ins: Instruction, options: Options) -> Callable[[Regist
     """Run a program that draws on the stream of its stage, microbatch and letter."""
     program, device = ins.program, options.device
     assert program is not None and ins.action is not None
-    where = (ins.stage, options.first + ins.action.microbatch, program.name)
+    where = (ins.stage, numbered(ins.action.microbatch, options.first), program.name)
     resumes, leaves = program.stream or (False, False)  # a segment goes on with the stream of the one before
 
     def draw(r: Registers, box: list[Any]) -> Sequence[Any]:
@@ -185,7 +186,16 @@ def _drawing(run: RunFn, ins: Instruction, options: Options) -> Callable[[Regist
     return draw
 
 
-def seed_of(seed: int, stage: int, mb: int, letter: str) -> int:
+def numbered(mb: int, first: int = 0) -> str:
+    """A microbatch, or a slice of one, among those of all copies of the pipeline; ``first`` is the first one here.
+
+    >>> numbered(3, 8), numbered(Slice(3, 1, of=2), 8)
+    ('11', '11.1')
+    """
+    return f"{first + mb.microbatch}.{mb.slice}" if isinstance(mb, Slice) else f"{first + mb}"
+
+
+def seed_of(seed: int, stage: int, mb: str, letter: str) -> int:
     """The seed of one run of a program, as the documentation of ``seed=`` states it."""
     text = f"{seed}/{stage}/{mb}/{letter}".encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1

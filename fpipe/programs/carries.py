@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages with a carry, whose sequences run in slices: the function that each slice runs.
+
+A slice runs a stage function of its own. Its input is (x, carry), that of the first slice x alone; it returns (y, carry),
+and for the last slice y alone. Programs then have gradients and cotangents of carries as of any value. The leaves of a
+carry follow those of x and of y. Knows functions, programs and abstract trees; no schedules or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import tree
+from ..errors import StageError
+from ..stage import Remat, Stage
+from ..tree import AbstractTree, Tree
+from .stage_programs import Programs, numbered
+
+
+class Carries(NamedTuple):
+    """How many leaves of a slice's input are those of its carry, and of its output; None: it returns no carry."""
+
+    given: int = 0
+    returned: int | None = None
+
+    @classmethod
+    def of(cls, programs: Programs, given: int, *, last: bool) -> Carries:
+        """Those of the programs of a slice that gets a carry of some leaves."""
+        return cls(given, None if last else len(parted(programs.outputs.y)[1].leaves))
+
+
+class Same:
+    """A value that can be hashed and is equal to itself alone."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+@dataclass(frozen=True)
+class SliceCall:
+    """A stage function with a carry as the function of a slice. Equal for the same function and kind of slice.
+
+    ``apart``: carries are copied on their way in and out, and their gradients too, so that none of them is another value
+    that the stage gets or returns.
+    """
+
+    fn: Callable[..., Any]
+    label: str
+    extras: tuple[str, ...]
+    initial: Same
+    first: bool
+    last: bool
+    apart: bool
+
+    @property
+    def kind(self) -> Hashable:
+        """All but the function."""
+        return self.extras, self.initial, self.first, self.last, self.apart
+
+    def __call__(self, params: Tree, *rest: Any, **side: Any) -> Any:
+        *state, x = rest
+        if self.first:
+            carry = self._start(params, x)
+        else:
+            x, carry = x
+        carry = tree.tree_map(_copied, carry) if self.apart else carry
+        out = self.fn(params, *state, carry, x, **side)
+        if not isinstance(out, tuple) or len(out) != 2 + len(self.extras):
+            what = f"a tuple of {len(out)}" if isinstance(out, tuple) else f"a {type(out).__name__}"
+            raise StageError(
+                f"stage {self.label} has carry=True, so it must return ({', '.join(('y', 'carry', *self.extras))}); it "
+                f"returned {what}"
+            )
+        y, carry, *extras = out
+        carry = tree.tree_map(_copied, carry) if self.apart else carry
+        result = y if self.last else (y, carry)
+        return (result, *extras) if extras else result
+
+    def _start(self, params: Tree, x: Tree) -> Tree:
+        """The carry of the first slice; a function may write into it."""
+        initial = self.initial.value
+        if callable(initial):
+            return initial(x)
+        device = next((leaf.device for leaf in tree.leaves((x, params)) if tree.is_tensor(leaf)), None)
+        return tree.tree_map(lambda leaf: leaf.to(device).clone() if tree.is_tensor(leaf) else leaf, initial)
+
+
+class _Copy(torch.autograd.Function):
+    """A copy whose gradient is a copy."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0].clone()
+
+
+def _copied(leaf: Any) -> Any:
+    return _Copy.apply(leaf) if tree.is_tensor(leaf) else leaf
+
+
+def of_slice(stage: Stage, *, first: bool, last: bool, apart: bool = False) -> Stage:
+    """The stage that a slice of a stage with a carry runs.
+
+    >>> def total(p, carry, x):
+    ...     return x + carry, carry + x.sum()
+    >>> stage = Stage(total, carry=True, initial_carry=0.0)
+    >>> y, carry = of_slice(stage, first=True, last=False)(None, torch.ones(2))
+    >>> of_slice(stage, first=False, last=True)(None, (torch.ones(2), carry))
+    tensor([3., 3.])
+    """
+    extras = ("scalar",) * stage.aux_loss + ("state",) * stage.state
+    initial = Same(stage.initial_carry)
+    call = lambda fn: SliceCall(fn, stage.label, extras, initial, first, last, apart)
+    fn = stage.fn
+    whole = stage.engine == "eager" and isinstance(fn, Remat)  # the eager engine runs a stage under remat again itself
+    return replace(
+        stage, fn=Remat(call(fn.fn)) if whole and isinstance(fn, Remat) else call(fn), name=stage.label, carry=False,
+        initial_carry=None, like=None if stage.like is None else call(stage.like),
+    )  # fmt: skip
+
+
+def with_carry(x: AbstractTree, carry: AbstractTree) -> AbstractTree:
+    """The input of a slice behind the first one."""
+    count = len(x.leaves)
+    repeats = (*x.repeats, *((leaf + count, first + count) for leaf, first in carry.repeats))
+    return AbstractTree(tree.together([x.spec, carry.spec]), x.leaves + carry.leaves, True, repeats)
+
+
+def parted(output: AbstractTree) -> tuple[AbstractTree, AbstractTree]:
+    """What a slice before the last one passes to the next stage, and its carry."""
+    y, carry = output.spec.children()
+    count = y.num_leaves
+    inside = lambda low, high: tuple(
+        (leaf - low, first - low) for leaf, first in output.repeats if low <= first and low <= leaf < high
+    )
+    return (
+        replace(output, spec=y, leaves=output.leaves[:count], repeats=inside(0, count)),
+        replace(output, spec=carry, leaves=output.leaves[count:], repeats=inside(count, len(output.leaves))),
+    )
+
+
+def crosses(programs: Programs, carries: Carries) -> bool:
+    """Whether a carry, or its gradient, is another value that the slice gets or returns."""
+    xs, ys = len(programs.dxs) - carries.given, len(programs.ys) - (carries.returned or 0)
+    given = {name: leaf >= xs for leaf, name in enumerate(numbered("x", len(programs.dxs)))}
+    cotangents = {name: leaf >= ys for leaf, name in enumerate(numbered("dy", len(programs.ys)))}
+    forwards = any(given.get(name or "", leaf >= ys) != (leaf >= ys) for leaf, name in enumerate(programs.ys))
+    return forwards or any(
+        cotangents.get(name or "", leaf >= xs) != (leaf >= xs) for leaf, name in enumerate(programs.dxs)
+    )
