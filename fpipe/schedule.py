@@ -74,8 +74,8 @@ class Schedule:
             if self.placement is None:
                 object.__setattr__(self, "placement", Placement.from_rows(rows))
             if not self.slices:
-                first = next((part.microbatch for row in rows for part in plain(row)), 0)
-                object.__setattr__(self, "slices", first.of if isinstance(first, Slice) else 1)
+                first = next((part for row in rows for part in plain(row)), None)
+                object.__setattr__(self, "slices", 1 if first is None else first.slices)
             if self.microbatches == -1:
                 last = max((part.microbatch for row in rows for part in plain(row)), default=-1)
                 object.__setattr__(self, "microbatches", last // self.slices + 1)

@@ -84,11 +84,11 @@ class Stage:
         ties: pairs of a leaf's path and the name of a group, whose members, across stages, are one parameter.
         name: of the stage, in messages and checkpoints.
         initial_state: the first state, where the caller passes none.
-        carry: ``fn(params, carry, x)`` returns ``(y, carry)`` and runs slice after slice of a sequence, see ``slices`` of
-            ``fpipe.pipeline``. What the last slice returns is dropped. With ``state``: ``fn(params, state, carry, x)``
-            returns ``(y, carry, state)``.
-        initial_carry: what the first slice of each microbatch gets: a pytree of tensors and numbers, None, or a function
-            of x that returns one.
+        carry: ``fn(params, carry, x)`` returns ``(y, carry)`` and runs slice after slice of a sequence, see ``slices``
+            of ``fpipe.pipeline``. The carry of the last slice is dropped. With ``state``, ``fn(params, state, carry,
+            x)`` returns ``(y, carry, state)``.
+        initial_carry: what the first slice of each microbatch gets: a pytree of tensors and numbers, None, or a
+            function of x that returns one.
         like: what ``fn`` returns, for ``engine="eager"`` and a function whose control flow depends on values of
             tensors: a function of the same arguments whose result has the same structure, shapes and dtypes (``lambda
             p, x: x`` for most blocks).

@@ -138,6 +138,11 @@ class LoweringInput:
         """The programs of a microbatch."""
         return self.kinds[self.kind_of[mb]]
 
+    def of_a_microbatch(self) -> dict[int, list[Programs]]:
+        """The programs of each stage here for the slices of the first microbatch."""
+        kinds = [self.kind(mb) for mb in range(self.schedule.slices)]
+        return {stage: [kind.programs[stage] for kind in kinds] for stage in kinds[0].programs}
+
     def scalars(self, rank: int) -> list[Scalar]:
         """The losses and auxiliary losses that a rank computes; the keys hold if the rank's programs are known."""
         return [s for mb in range(self.schedule.units) for home, s in self._scalars(mb) if home == rank]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
-from ..programs.carries import Carries, parted
+from ..programs.carries import NO_CARRIES, Carries, parted
 from ..programs.stage_programs import Programs
 from ..tree import AbstractTree, Aval, Spec, arriving
 from .keys import (
@@ -63,7 +63,7 @@ class Interface:
     state: AbstractTree | None = None
 
     @classmethod
-    def of(cls, programs: Programs, leaves: tuple[str, ...] = (), carries: Carries = Carries()) -> Interface:
+    def of(cls, programs: Programs, leaves: tuple[str, ...] = (), carries: Carries = NO_CARRIES) -> Interface:
         """The interface of programs; ``leaves`` are the paths of the stage's parameters.
 
         Carries, the last leaves of input and output, stay on their rank and are no part of it.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stages with a carry, whose sequences run in slices: the function that each slice runs.
 
-A slice runs a stage function of its own. Its input is (x, carry), that of the first slice x alone; it returns (y, carry),
-and for the last slice y alone. Programs then have gradients and cotangents of carries as of any value. The leaves of a
-carry follow those of x and of y. Knows functions, programs and abstract trees; no schedules or ranks.
+A slice runs a stage function of its own. Its input is (x, carry), that of the first slice x alone; it returns
+(y, carry), and for the last slice y alone. Programs then have gradients and cotangents of carries as of any value. The
+leaves of a carry follow those of x and of y. Knows functions, programs and abstract trees; no schedules or ranks.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ class Carries(NamedTuple):
         return cls(given, None if last else len(parted(programs.outputs.y)[1].leaves))
 
 
+NO_CARRIES = Carries()
+
+
 class Same:
     """A value that can be hashed and is equal to itself alone."""
 
@@ -50,8 +53,8 @@ class Same:
 class SliceCall:
     """A stage function with a carry as the function of a slice. Equal for the same function and kind of slice.
 
-    ``apart``: carries are copied on their way in and out, and their gradients too, so that none of them is another value
-    that the stage gets or returns.
+    ``apart``: carries are copied on their way in and out, and their gradients too, so that none of them is another
+    value that the stage gets or returns.
     """
 
     fn: Callable[..., Any]

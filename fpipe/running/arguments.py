@@ -95,6 +95,11 @@ class Call:
             loss_scale,
         )  # fmt: skip
 
+    @property
+    def microbatches(self) -> int:
+        """The number of whole microbatches."""
+        return self.number // self.config.slices
+
     # ---- what other processes have ------------------------------------------------------------------------------
     @property
     def batch_parts(self) -> tuple[Parts, ...]:
@@ -239,7 +244,7 @@ class Call:
         dx = training and 1 in self.wanted
         several = any(len(trees) > 1 for trees in self.offers.values())
         uniform = not several and all(part.uniform for part in self.batch_parts)
-        schedule = config.schedule_for(self.number // config.slices)
+        schedule = config.schedule_for(self.microbatches)
         chain = schedule.slices if config.carries else 1
         kinds, kind_of = _kinds([self._kind(m, dx) for m in range(chain if uniform else self.number)], chain)
         if not training:

@@ -6,7 +6,7 @@ Nothing is kept between calls but the ``Cache`` of plans. Knows configurations, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeAlias
 

@@ -202,8 +202,8 @@ def _schedule_for(source: Source, ranks: int, stages: int, slices: int | None, m
     if slices not in (None, schedule.slices):
         remedy = f"schedule.sliced({slices})" if schedule.slices == 1 else f"slices={schedule.slices}"
         raise StageError(
-            f"slices={slices}, but the schedule has {counted(schedule.slices, 'slice')} a microbatch; give {remedy}, or a "
-            "name, which is made with as many"
+            f"slices={slices}, but the schedule has {counted(schedule.slices, 'slice')} a microbatch; give {remedy}, "
+            "or a name, which is made with as many"
         )
     if schedule.ranks != ranks:
         raise StageError(f"the schedule is for {schedule.ranks} ranks, the group has {ranks}; make both agree")

@@ -6,14 +6,15 @@ Knows calls and abstract outputs; no plan and no register.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 
 from .. import tree
 from ..errors import BatchError
-from ..tree import AbstractLeaf, AbstractTree, Aval, Tree
+from ..tree import AbstractLeaf, AbstractTree, Aval, Tree, contiguous
 from .arguments import Call
 from .microbatches import Microbatches
 
@@ -21,15 +22,18 @@ from .microbatches import Microbatches
 Row: TypeAlias = Sequence[torch.Tensor | None]
 
 
-def cotangents(call: Call, outputs: Sequence[AbstractTree], dy: Tree) -> list[Row]:
-    """The leaves of ``dy`` by microbatch. Nothing is consumed, so that an error leaves the pullback as it was.
+def cotangents(call: Call, units: Sequence[AbstractTree], dy: Tree) -> list[Row]:
+    """The leaves of ``dy`` by microbatch, or by slice of each. Nothing is consumed, so that an error leaves the
+    pullback as it was. ``units`` are the outputs.
 
     ``dy`` has the form of the outputs. A leaf may be ``None`` for zeros; so may the whole where the outputs are not on
     this process.
     """
     config = call.config
     if dy is None and config.placement.rank_of(config.stages - 1) not in config.group.here:
-        return [() for _ in outputs]
+        return [() for _ in units]
+    slices = call.x.slices
+    outputs = units if slices == 1 else [_whole(units[n : n + slices]) for n in range(0, len(units), slices)]
     if call.x.uniform and not isinstance(dy, Microbatches):
         columns = [
             _cut(leaf, avals)
@@ -51,10 +55,42 @@ def cotangents(call: Call, outputs: Sequence[AbstractTree], dy: Tree) -> list[Ro
     ]
     if any(y.wanted for y in outputs) and not any(leaf is not None for row in checked for leaf in row):
         raise BatchError("dy is None for every output that carries a gradient; give one tensor at least")
+    rows = checked if slices == 1 else [part for m, row in enumerate(checked)
+                                        for part in _sliced(row, units[m * slices : (m + 1) * slices])]  # fmt: skip
     return [
         [_zeros(aval) if leaf is None else leaf for leaf, aval in zip(row, y.leaves, strict=True)]
-        for row, y in zip(checked, outputs, strict=True)
+        for row, y in zip(rows, units, strict=True)
     ]
+
+
+def _whole(slices: Sequence[AbstractTree]) -> AbstractTree:
+    """The output of a microbatch from those of its slices, which are joined along the second axis, or stacked there."""
+
+    def joined(column: Sequence[AbstractLeaf]) -> AbstractLeaf:
+        first, shapes = column[0], [leaf.shape for leaf in column if isinstance(leaf, Aval)]
+        if not isinstance(first, Aval):
+            return first
+        axis = min(1, len(first.shape))
+        size = sum(shape[1] for shape in shapes) if len(first.shape) > 1 else len(shapes)
+        shape = (*first.shape[:axis], size, *first.shape[2:])
+        grad = any(isinstance(leaf, Aval) and leaf.grad for leaf in column)
+        return first._replace(shape=shape, stride=contiguous(shape), grad=grad)
+
+    return replace(slices[0], leaves=tuple(map(joined, zip(*(y.leaves for y in slices), strict=True))))
+
+
+def _sliced(row: Row, slices: Sequence[AbstractTree]) -> Iterable[Row]:
+    """The cotangents of a microbatch by slice: the inverse of how its outputs were joined."""
+
+    def cut(leaf: torch.Tensor | None, column: Sequence[AbstractLeaf]) -> Sequence[torch.Tensor | None]:
+        shapes = [one.shape for one in column if isinstance(one, Aval)]
+        if leaf is None:
+            return [None] * len(column)
+        parts = leaf.split([shape[1] for shape in shapes], 1) if len(shapes[0]) > 1 else leaf.unbind(len(shapes[0]))
+        return [part if isinstance(y, Aval) and y.grad else None for part, y in zip(parts, column, strict=True)]
+
+    columns = zip(*(y.leaves for y in slices), strict=True)
+    return zip(*map(cut, row, columns), strict=True) if row else [()] * len(slices)
 
 
 def _leaves(dy: Tree, y: AbstractTree) -> list[Any]:

@@ -154,7 +154,8 @@ class Parts:
         """The leaves of every microbatch: views of the caller's tensors."""
         if not self.uniform:
             following = iter(self.leaves)
-            rows: list[Sequence[Any]] = [list(islice(following, spec.num_leaves)) for spec in self.structure]
+            whole = self.specs[:: self.slices]
+            rows: list[Sequence[Any]] = [list(islice(following, spec.num_leaves)) for spec in whole]
         else:
             parts = len(self.specs) // self.slices
             columns = [_split_leaf(leaf, parts) for leaf in self.leaves]

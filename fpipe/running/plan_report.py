@@ -25,9 +25,9 @@ class Plans:
         """What is expected of the programs of the stages of this process, by shapes: microseconds, and bytes."""
         figures: dict[str, dict[int, float]] = {name: {} for name in ("F", "B", "I", "W", "saved", "kept")}
         for source in self._inputs.values():
-            for stage, programs in source.kinds[0].programs.items():
-                times = map(microseconds, (programs.f, programs.b, programs.i, programs.w))
-                held = programs.saved_bytes, programs.kept_bytes
+            for stage, slices in source.of_a_microbatch().items():
+                times = (sum(microseconds(getattr(each, letter)) for each in slices) for letter in "fbiw")
+                held = sum(each.saved_bytes for each in slices), sum(each.kept_bytes for each in slices)
                 for known, figure in zip(figures.values(), (*times, *held), strict=True):
                     known[stage] = figure
         return figures

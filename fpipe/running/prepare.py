@@ -9,37 +9,30 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
-
-import torch
 
 from .. import tree
 from ..collectives.data import encode
-from ..collectives.rendezvous import TRACING
 from ..errors import FpipeError, MismatchError, StageError
 from ..plans.builder import sum_of
 from ..plans.collective_order import Before, lower_together
 from ..plans.lowering import uncollected
-from ..plans.plan import LoweringInput, Plan, ProgramSet
-from ..plans.value_graph import Interface, ValueGraph, spec_of
-from ..programs.losses import check_scalar, loss_stage
+from ..plans.plan import LoweringInput, Plan
+from ..plans.value_graph import Interface, spec_of
 from ..programs.spent import timed
 from ..programs.stage_programs import Programs
-from ..programs.trace_cache import Signature, programs_of
-from ..stage import Stage
 from ..tree import AbstractTree, Aval, Spec
 from . import interfaces
 from .config import Config, tied_leaves
 from .debugging import check
 from .handshake import together
+from .kinds import TracedKind, advanced, in_turn, loss_programs, ranks_here, recut, with_stage
 from .loop import Executable, bind
 from .prediction import Seen, expected
 from .progress import shown_late
 from .request import Kind, Request
 from .steps import Options
-
-_NOTHING = tree.flatten(None)[1]
 
 
 @dataclass(frozen=True)
@@ -118,46 +111,10 @@ def _earlier(request: Request, before: Sequence[Prepared]) -> Before | None:
 
 
 @dataclass(frozen=True)
-class _Traced:
-    """One kind of microbatch: the interfaces of its first stages, and local programs by stage and device."""
-
-    kind: Kind
-    interfaces: tuple[Interface, ...] = ()
-    programs: Mapping[tuple[int, torch.device], Programs] = field(default_factory=dict)
-    loss: Programs | None = None
-    each: bool = False  # whether the rank of the loss reads all outputs
-
-    def output(self) -> AbstractTree:
-        """The output of the last stage whose interface is known, or the batch."""
-        return self.interfaces[-1].y if self.interfaces else self.kind[0]
-
-    def updated(self, news: Mapping[int, Interface]) -> _Traced:
-        """With other interfaces of some stages, or with that of the next one."""
-        known = {**dict(enumerate(self.interfaces)), **news}
-        return replace(self, interfaces=tuple(known[stage] for stage in sorted(known)))
-
-    def on_rank(self, config: Config, request: Request, rank: int) -> ProgramSet:
-        """What lowering needs on one rank."""
-        device, stages = config.group.device(rank), request.schedule.placement.stages_of(rank)
-        return ProgramSet(self.value_graph(), {s: self.programs[s, device] for s in stages}, self.loss)
-
-    def value_graph(self) -> ValueGraph:
-        """How values pass between the stages, all of whose interfaces are known."""
-        batch, y = self.kind[0].tensors, self.output()
-        if self.loss is not None:
-            loss = Interface.of(self.loss)
-            passed_on = {source for source in loss.ys if isinstance(source, int)}  # the loss returns its input
-            takes = tuple(reads or leaf in passed_on or self.each for leaf, reads in enumerate(loss.takes_x))
-            return ValueGraph(self.interfaces, loss.dxs, takes, batch)
-        dxs = tuple((f"dx{j}", a) if a is not None and a.grad else None for j, a in enumerate(y.tensors))
-        return ValueGraph(self.interfaces, dxs, (True,) * len(y.leaves), batch, has_loss=False)
-
-
-@dataclass(frozen=True)
 class Ready:
     """The stages of this process, traced for the interfaces that are expected of all stages."""
 
-    traced: list[_Traced]
+    traced: list[TracedKind]
 
     @property
     def word(self) -> str:
@@ -172,7 +129,7 @@ def ready(config: Config, request: Request, before: Sequence[Prepared]) -> Ready
         ((x, *targets), found) for each in before if each.request.mode == request.mode
         for (x, targets, _), found in zip(each.request.kinds, each.interfaces, strict=True)
     ]  # fmt: skip
-    if len(seen) < 2:
+    if len(seen) < 2 or request.chain > 1:
         return None
     try:
         with shown_late("tracing") as note:
@@ -187,40 +144,44 @@ class _UnexpectedError(Exception):
 
 def _expected(
     config: Config, request: Request, kind: Kind, seen: Sequence[Seen], note: Callable[[str], None]
-) -> _Traced:
+) -> TracedKind:
     """A kind of microbatch with the interfaces that are expected, and with the stages of this process."""
     found = expected((kind[0], *kind[1]), seen)
     if found is None:
         raise _UnexpectedError
-    traced = _Traced(kind, found, each=request.each)
+    traced = TracedKind(kind, found, each=request.each)
     for stage, interface in enumerate(found):
-        if _ranks_here(config, request, stage):
+        if ranks_here(config, request, stage):
             note(f"stage {stage + 1} of {len(found)}")
             unused = frozenset(j for j in interface.y.wanted if not interface.dys[j])
-            traced = _with_stage(config, request, traced, stage, unused)
-    traced = replace(traced, loss=_loss_programs(config, request, traced) if config.loss is not None else None)
+            traced = with_stage(config, request, traced, None, stage, unused)
+    traced = replace(traced, loss=loss_programs(config, request, traced) if config.loss is not None else None)
     lacking = request.mode != "forward" and traced.value_graph().lacking()
     if traced.interfaces != found or lacking:
         raise _UnexpectedError
     return traced
 
 
-def _traced(config: Config, request: Request) -> list[_Traced]:
+def _traced(config: Config, request: Request) -> list[TracedKind]:
     """Trace the stages of this process, and show on a terminal which one if it takes long."""
     with shown_late("tracing") as note:
         return _traced_in_turn(config, request, note)
 
 
-def _traced_in_turn(config: Config, request: Request, note: Callable[[str], None]) -> list[_Traced]:
+def _traced_in_turn(config: Config, request: Request, note: Callable[[str], None]) -> list[TracedKind]:
     """Trace the stages of this process, stage by stage, until every process knows the interfaces of all stages."""
     stages = request.schedule.stages
-    traced = [_Traced(kind, each=request.each) for kind in request.kinds]
+    chain = request.chain
+    traced = [
+        TracedKind(kind, each=request.each, slice=number % chain, slices=chain)
+        for number, kind in enumerate(request.kinds)
+    ]
     while any(len(kind.interfaces) < stages for kind in traced):
         known = [len(kind.interfaces) for kind in traced]
 
         def advance(known: list[int] = known) -> list[dict[int, Interface]]:
             nonlocal traced
-            traced = [_advanced(config, request, kind, note) for kind in traced]
+            traced = in_turn(traced, lambda kind, before: advanced(config, request, kind, before, note))
             return [dict(enumerate(kind.interfaces[count:], count)) for kind, count in zip(traced, known, strict=True)]
 
         reports = together(config.group, advance, _as_data, _from_data)
@@ -236,64 +197,31 @@ def _traced_in_turn(config: Config, request: Request, note: Callable[[str], None
     if config.loss is not None:
         note("the loss")
 
-        def with_loss(known: list[_Traced] = traced) -> None:
+        def with_loss(known: list[TracedKind] = traced) -> None:
             nonlocal traced
-            traced = [replace(kind, loss=_loss_programs(config, request, kind)) for kind in known]
+            traced = [replace(kind, loss=loss_programs(config, request, kind)) for kind in known]
 
         together(config.group, with_loss, lambda _: None, lambda _: None)
     return traced if request.mode == "forward" else _without_unused(config, request, traced)
 
 
-def _advanced(config: Config, request: Request, traced: _Traced, note: Callable[[str], None]) -> _Traced:
-    """With the stages that follow those whose interfaces are known, as far as they are on this process."""
-    for stage in range(len(traced.interfaces), request.schedule.stages):
-        if not _ranks_here(config, request, stage):
-            break
-        note(f"stage {stage + 1} of {request.schedule.stages}")
-        traced = _with_stage(config, request, traced, stage)
-    return traced
-
-
-def _ranks_here(config: Config, request: Request, stage: int) -> list[int]:
-    return [rank for rank in request.schedule.placement.ranks_of(stage) if rank in config.group.here]
-
-
-def _with_stage(
-    config: Config, request: Request, traced: _Traced, stage: int, unused: frozenset[int] = frozenset()
-) -> _Traced:
-    """With the programs of a stage of this process; its outputs ``unused`` have no cotangent."""
-    ranks, params = _ranks_here(config, request, stage), request.params[stage]
-    if params is None:
-        raise StageError(
-            f"stage {stage} is on rank {ranks[0]}, which is in this process, but its parameters are missing; "
-            "give params one entry per stage (pipe.place keeps those that are on this process)"
-        )
-    x = traced.interfaces[stage - 1].y.handed_on() if stage else traced.kind[0]
-    trees = [params, x, traced.kind[2][stage], request.states[stage] or AbstractTree.of(None)]
-    devices = dict.fromkeys(map(config.group.device, ranks))
-    programs = {
-        (stage, d): _programs(config, request, config.functions[stage], trees, d, stage, unused) for d in devices
-    }
-    paths = tuple(".".join(map(str, path)) for path in params.spec.paths())
-    interface = Interface.of(programs[stage, config.group.device(ranks[0])], paths)
-    return replace(traced.updated({stage: interface}), programs={**traced.programs, **programs})
-
-
-def _without_unused(config: Config, request: Request, traced: list[_Traced]) -> list[_Traced]:
+def _without_unused(config: Config, request: Request, traced: list[TracedKind]) -> list[TracedKind]:
     """Trace again, from the last stage down, the stages of which an output has no cotangent.
 
     Zeros would not do: in a backward, zero times infinity is NaN. Every process knows all interfaces, so all agree on
     whether another round is needed.
     """
-    while any(kind.value_graph().lacking() for kind in traced):
+    first = config.carries  # what carries lack is known on their processes alone
+    while first or any(kind.value_graph().lacking() for kind in traced):
+        first = False
 
-        def recut(known: list[_Traced] = traced) -> list[dict[int, Interface]]:
+        def cut(known: list[TracedKind] = traced) -> list[dict[int, Interface]]:
             nonlocal traced
-            traced = [_recut(config, request, kind) for kind in known]
+            traced = recut(config, request, known)
             pairs = [zip(old.interfaces, new.interfaces, strict=True) for old, new in zip(known, traced, strict=True)]
             return [{stage: new for stage, (old, new) in enumerate(each) if new is not old} for each in pairs]
 
-        for report in together(config.group, recut, _as_data, _from_data):
+        for report in together(config.group, cut, _as_data, _from_data):
             traced = [kind.updated(news) for kind, news in zip(traced, report, strict=True)]
     return traced
 
@@ -304,54 +232,6 @@ def _as_data(news: Sequence[Mapping[int, Interface]]) -> list[dict[int, Any]]:
 
 def _from_data(news: Any) -> list[dict[int, Interface]]:
     return [{stage: interfaces.from_data(new) for stage, new in each.items()} for each in news]
-
-
-def _recut(config: Config, request: Request, traced: _Traced) -> _Traced:
-    """The same as far as the stages that lack a cotangent are on this process."""
-    while (lacking := traced.value_graph().lacking()) and _ranks_here(config, request, lacking[0]):
-        traced = _with_stage(config, request, traced, *lacking)
-    return traced
-
-
-def _loss_programs(config: Config, request: Request, traced: _Traced) -> Programs:
-    """The loss's programs. Every process traces them: what they return is then known everywhere."""
-    assert config.loss is not None
-    _, targets, sides = traced.kind
-    trees = [traced.output().handed_on(), *targets]
-    x = replace(
-        trees[0], spec=tree.together([t.spec for t in trees]), leaves=tuple(leaf for t in trees for leaf in t.leaves)
-    )
-    stage = loss_stage(config.loss, request.has_aux, request.each)
-    ranks = [r for r in request.schedule.placement.ranks_of(config.stages - 1) if r in config.group.here]
-    device = config.group.device((ranks or config.group.here)[0])
-    programs = _programs(
-        config, request, stage, [AbstractTree.of({}), x, sides[-1], AbstractTree.of(None)], device, None
-    )
-    check_scalar(stage.label, next(iter(programs.outputs.y.tensors), None))
-    return programs
-
-
-def _programs(
-    config: Config, request: Request, stage: Stage, trees: Sequence[AbstractTree], device: torch.device,
-    index: int | None, unused: frozenset[int] = frozenset(),
-) -> Programs:  # fmt: skip
-    """The programs of stage ``index``, or of the loss (None), on a device."""
-    group = config.group
-    group.journal(group.here[0], f"{TRACING} {'the loss' if index is None else f'stage {index}'}")
-    try:
-        return programs_of(stage, Signature(*(t.on(device) for t in trees)), unused, request)
-    except StageError as error:
-        raise type(error)(_located(str(error), trees[0], index)) from error.__cause__
-
-
-def _located(text: str, params: AbstractTree, index: int | None) -> str:
-    """A message that names the stage, or the loss, and where its arguments come from."""
-    text = text.replace("FakeTensor", "Tensor")
-    if index is None:
-        return text.replace("stage ", "the loss ", 1)
-    hints = ["its parameters are None: give params one entry per stage"] if params.spec == _NOTHING else []
-    hints += [f"its input is what stage {index - 1} returns"] if index else []
-    return f"stage {index}: {text}" + (f" ({'; '.join(hints)})" if hints else "")
 
 
 def _check_patterns(config: Config, interfaces: Sequence[Interface]) -> None:

@@ -20,7 +20,7 @@ class Registers:
     seed: int | None = None  # of random draws; None: draws come from the device's stream as it is
     receives: dict[tuple[int, int], Work] = field(default_factory=dict)  # by (sender, number), until awaited
     collectives: dict[int, Sequence[Work]] = field(default_factory=dict)  # of all copies, by number, until awaited
-    streams: dict[tuple[int, int, str], torch.Tensor] = field(default_factory=dict)  # random states between segments
+    streams: dict[tuple[int, str, str], torch.Tensor] = field(default_factory=dict)  # random states between segments
     each: Callable[[int, list[Any]], object] | None = None  # receives a microbatch's outputs at EACH
     send_loss: Callable[[], torch.Tensor] | None = None  # called at LOSS
     loss: torch.Tensor | None = None  # what it returned

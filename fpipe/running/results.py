@@ -127,7 +127,9 @@ class Results:
         self.config, self.prepared, self.request = layout.config, layout.prepared, layout.prepared.request
         self.group, self.path = self.config.group, self.request.schedule.placement.path
         self.stages, self.number = self.config.stages, call.number
-        self.joins = call.number > 1 and (call.x.uniform or call.x.slices > 1)  # results are joined to a batch, and so copied
+        self.joins = call.number > 1 and (
+            call.x.uniform or call.x.slices > 1
+        )  # results are joined to a batch, and so copied
 
     def leave_loss(self) -> None:
         """Receive the loss where it is sent in any case, although the caller does not want it."""

@@ -98,6 +98,11 @@ class Action(NamedTuple):
         return self.microbatch.microbatch if isinstance(self.microbatch, Slice) else self.microbatch
 
     @property
+    def slices(self) -> int:
+        """The number of slices of each microbatch."""
+        return self.microbatch.of if isinstance(self.microbatch, Slice) else 1
+
+    @property
     def slice(self) -> int:
         """The number of the slice within the microbatch; 0 where there are no slices."""
         return self.microbatch.slice if isinstance(self.microbatch, Slice) else 0

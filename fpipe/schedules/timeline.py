@@ -95,6 +95,11 @@ class Timeline:
         causes = _causes(rows, starts, ends, Facts(placement.stages, microbatches))
         return cls(rows, starts, ends, placement, microbatches, causes, name=name, unit=unit)
 
+    @property
+    def slices(self) -> int:
+        """How many slices each microbatch has; ``microbatches`` counts all of them."""
+        return next((part.slices for row in self.rows for action in row for part in action.parts), 1)
+
     # ---- spans --------------------------------------------------------------------------------------------------
     @property
     def ranks(self) -> int:

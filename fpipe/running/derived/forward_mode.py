@@ -115,6 +115,8 @@ def dual(pipe: Pipeline) -> Pipeline:
         config = pipe.config
         if config.stateful:
             raise StageError("forward mode of a pipeline with state is not defined; pass the state as a side input")
+        if config.carries:
+            raise StageError("forward mode of a pipeline with carries is not defined; use one on whole sequences")
         if config.copies is not None:
             raise StageError("forward mode of a pipeline with dp= is not defined; use one without, on the whole batch")
         twin = _DUALS[pipe] = Pipeline(replace(

@@ -17,17 +17,18 @@ import torch
 from ... import tree
 from ...devices import drawn
 from ...errors import ActionError, FpipeError, StageError
+from ...programs.carries import of_slice
 from ...programs.explain import where, write_error
 from ...programs.internals import versions
 from ...programs.losses import check_scalar, with_aux
 from ...programs.signature import check_aux, result_of, stage_that_runs
+from ...schedules.actions import unit
 from ...stage import as_stage
 from ...tree import Tree
 from ..arguments import Call
-from ..calls import joined
 from ..config import Config, Loss, tied_leaves
-from ..microbatches import Microbatches, Parts
-from ..steps import seed_of
+from ..microbatches import Microbatches, Parts, joined
+from ..steps import numbered, seed_of
 from .variants import Chosen
 
 
@@ -54,7 +55,8 @@ def value_and_grad(call: Call, x: Tree) -> tuple[Tree, tuple[Tree, ...]]:
     def value(*tensors: torch.Tensor) -> tuple[torch.Tensor, Tree]:
         params, batch = chosen.around(tensors)
         batch = Microbatches(batch) if isinstance(x, Microbatches) else batch
-        out = _value(call, params, Parts(batch, call.number, "x"))
+        slices = call.config.slices
+        out = _value(call, params, Parts(batch, call.number // slices, "x", slices=slices))
         loss, aux = out if more else (out, None)
         plain.append(Chosen(aux, tree.is_tensor))
         return loss, plain[-1].leaves
@@ -77,10 +79,15 @@ def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
     outputs: list[Tree] = []
     losses: list[torch.Tensor] = []
     auxes: list[Tree] = []
+    carried: dict[int, Tree] = {}
     for m in range(call.number):
-        y, extra = x.tree(m), None
+        y, extra, first, last = x.tree(m), None, not m % config.slices, not (m + 1) % config.slices
         for s, stage in enumerate(config.functions):
-            y, more, *_ = result_of(stage, run(stage, s, m, [_like(wide[s], call.params[s])], y))
+            called = of_slice(stage, first=first, last=last) if stage.carry else stage
+            y = (y, carried[s]) if stage.carry and not first else y
+            y, more, *_ = result_of(called, run(called, s, m, [_like(wide[s], call.params[s])], y))
+            if stage.carry and not last:
+                y, carried[s] = y
             check_aux(stage, more)
             if more is not None:
                 extra = more if extra is None else extra + more
@@ -96,7 +103,7 @@ def _value(call: Call, wide: Sequence[Tree], x: Parts) -> Tree:
         losses.append(loss if extra is None else loss + extra)
         auxes.append(aux)
     if config.loss is None:
-        return joined(outputs, x.uniform) if call.each is None else outputs
+        return joined(outputs, x.slices, x.uniform) if call.each is None else outputs
     weights = call.weights()
     assert weights is not None
     total = weights.sum(losses)
@@ -131,7 +138,7 @@ def _runner(call: Call) -> Callable[..., Any]:
 
     def run(fn: Callable[..., Any], index: int, mb: int, params: Sequence[Tree], *inputs: Tree) -> Any:
         device = config.group.device(config.placement.rank_of(min(index, config.stages - 1)))
-        start = None if call.seed is None else seed_of(call.seed, index, mb, "F")
+        start = None if call.seed is None else seed_of(call.seed, index, numbered(unit(mb, config.slices)), "F")
         side = call.side_inputs(index, mb)
         kept = tree.leaves((params, side))
         before = versions(kept)

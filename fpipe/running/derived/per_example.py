@@ -102,6 +102,7 @@ def per_example(pipe: Pipeline, scale: float | Factors | None = None) -> PerExam
 def _check(config: Config) -> None:
     refused = {
         "tied parameters": config.tied, "state": config.stateful, "dp=": config.copies is not None,
+        "slices": config.slices > 1, "carries": config.carries,
         "a weighted reduction": config.reduction not in ("mean", "sum"),
     }  # fmt: skip
     for what, present in refused.items():

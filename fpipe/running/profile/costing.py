@@ -85,12 +85,12 @@ def timeline(runs: Iterable[Run], name: str = "measured") -> Timeline:
 
 
 def costs(steps: Sequence[Sequence[Run]], saved: PerStage = 1.0, kept: PerStage | None = None) -> Costs:
-    """The costs of these steps, of all ranks; ``saved`` and ``kept`` are bytes by stage, where they are known."""
+    """The costs of these steps, of all ranks, for whole microbatches; ``saved`` and ``kept`` are bytes by stage."""
     lasted: dict[str, dict[int, list[float]]] = {op: {} for op in ("F", "B", "I", "W", "overlap")}
-    stages = 0
+    stages, slices = 0, 1
     for _, action, start, end in (span for runs in steps for span in spans(runs)):
-        op = action.op if isinstance(action, Action) else "overlap"
-        lasted[op].setdefault(action.parts[0].stage, []).append(end - start)
+        op, slices = action.op if isinstance(action, Action) else "overlap", action.parts[0].slices
+        lasted[op].setdefault(action.parts[0].stage, []).append((end - start) * slices)
         stages = max(stages, *(part.stage + 1 for part in action.parts))
     forward, whole, inputs, weights, overlap = (
         {stage: fmean(times) for stage, times in by_stage.items()} for by_stage in lasted.values()
@@ -105,11 +105,11 @@ def costs(steps: Sequence[Sequence[Run]], saved: PerStage = 1.0, kept: PerStage 
     apart = {stage: forward.get(stage, 0.0) + whole.get(stage, 0.0) for stage in range(stages)}
     return Costs(
         F=row(forward), I=row(inputs), W=row(weights), B=row(whole), unit="s", saved=saved, kept=kept,
-        overlap=row(apart | overlap) if overlap else None, **(links(steps, stages) if stages > 1 else {}),
+        overlap=row(apart | overlap) if overlap else None, **(links(steps, stages, slices) if stages > 1 else {}),
     )  # fmt: skip
 
 
-def links(steps: Sequence[Sequence[Run]], stages: int) -> dict[str, tuple[float, ...]]:
+def links(steps: Sequence[Sequence[Run]], stages: int, slices: int = 1) -> dict[str, tuple[float, ...]]:
     """The costs of messages over each boundary: ``comm`` for the latency, ``send`` and ``receive`` for either side,
     ``boundary`` in bytes; 0 where no message passes."""
     by_boundary: dict[int, list[Message]] = {}
@@ -118,13 +118,13 @@ def links(steps: Sequence[Sequence[Run]], stages: int) -> dict[str, tuple[float,
     count = sum(map(len, by_boundary.values()))
     handled = sum(did.end - did.start for runs in steps for run in runs for did in run.did if did.kind in _HANDLES)
     rows = [
-        _link(by_boundary[boundary], handled / count) if boundary in by_boundary else (0.0,) * 4
+        _link(by_boundary[boundary], handled / count, slices) if boundary in by_boundary else (0.0,) * 4
         for boundary in range(stages - 1)
     ]
     return dict(zip(("comm", "send", "receive", "boundary"), zip(*rows, strict=True), strict=True))
 
 
-def _link(sent: Sequence[Message], handling: float) -> tuple[float, float, float, float]:
+def _link(sent: Sequence[Message], handling: float, slices: int) -> tuple[float, float, float, float]:
     """(latency, sending, receiving, bytes). Where the receiver waited, latency and receiving are measured together;
     receiving alone is measured where the message arrived long before."""
     awaited = [m.had - m.sent for m in sent if m.asked < m.sending]
@@ -132,7 +132,7 @@ def _link(sent: Sequence[Message], handling: float) -> tuple[float, float, float
     there = [m.had - m.asked for m in sent if m.asked > m.sent + 2 * both]
     taking = fmean(there) if there else min((m.had - m.asked for m in sent), default=0.0)
     way = max(both - taking, 0.0)
-    return way, fmean(m.sent - m.sending for m in sent), taking + handling, fmean(m.nbytes for m in sent)
+    return way, fmean(m.sent - m.sending for m in sent), taking + handling, fmean(m.nbytes for m in sent) * slices
 
 
 def shares(run: Run) -> dict[str, float]:

@@ -92,7 +92,9 @@ class Profile:
     def simulate(self, price: Costs) -> Timeline:
         """The same rows, simulated with other costs."""
         real = self.timeline
-        return simulate_rows(real.rows, real.placement, real.microbatches, price, name=self._called("simulated"))
+        return simulate_rows(
+            real.rows, real.placement, real.microbatches, price, name=self._called("simulated"), slices=real.slices
+        )
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a picture of both timelines; ``.json`` contains each instruction too, for Perfetto."""
@@ -208,7 +210,7 @@ class Measuring:
             raise StageError("this pipeline has no loss, so no backward can be measured; say pipeline(..., loss=)")
         self.pipe, self._arguments, self._side = pipe, (params, x, *targets), side
         self._call = pipe.call("grad", params, x, targets, side)
-        schedule = pipe.schedule(self._call.number)
+        schedule = pipe.schedule(self._call.microbatches)
         steps = [value_and_grad(pipe.under(variant)) for variant in (whole(schedule), split(schedule))]
         for step in steps * 2:  # the first call traces, the second allocates memory
             step(*self._arguments, **side)
@@ -222,7 +224,10 @@ class Measuring:
     def costs(self) -> Costs:
         """Means over the steps so far; every process must call it."""
         inputs = self.pipe.cache.plans_for(self._call).prepared.inputs.values()
-        local = {s: (p.saved_bytes, p.kept_bytes) for job in inputs for s, p in job.kinds[0].programs.items()}
+        local = {
+            s: (sum(p.saved_bytes for p in slices), sum(p.kept_bytes for p in slices))
+            for job in inputs for s, slices in job.of_a_microbatch().items()
+        }  # fmt: skip
         held = {stage: both for part in self.pipe.gather(local) for stage, both in part.items()}
         saved, kept = zip(*(held[stage] for stage in range(self.pipe.stages)), strict=True)
         return costs([runs for profiled in self._profiles for runs in profiled.runs], saved, kept)
