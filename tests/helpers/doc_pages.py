@@ -14,6 +14,7 @@ import io
 import re
 import shlex
 import subprocess
+import tomllib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,11 @@ def shell(line: str) -> None:
     elif words[0] == "make":
         assert re.search(rf"^{words[1]}:.*##", (ROOT / "Makefile").read_text(), re.M), f"no target: {line}"
         subprocess.run([*words, "--dry-run"], cwd=ROOT, check=True, capture_output=True)
+    elif words[:2] == ["pip", "install"]:
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        name, _, extras = words[-1].rstrip("]").partition("[")
+        assert name in (".", project["name"]), line
+        assert set(filter(None, extras.split(","))) <= project["optional-dependencies"].keys(), line
     elif words[0] in ("torchrun", "python"):
         parsed = torchrun().parse_args(words[1:])
         example, runs = (
