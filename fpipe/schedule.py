@@ -16,6 +16,7 @@ from os import PathLike
 from pathlib import Path
 
 from .errors import ScheduleError
+from .schedules import pictures
 from .schedules.actions import Action, AnyAction, Fused, Row, Slice, joined, plain
 from .schedules.check import Inspection, check_rows, inspect_rows
 from .schedules.costs import Costs
@@ -286,6 +287,14 @@ class Schedule:
         return simulate_rows(
             self.rows, self.placement, self.units, costs, name=self.name, walked=walked, slices=self.slices
         )
+
+    def _repr_html_(self) -> str:
+        """The picture that a notebook shows, for a rank's whole share of F = I = W = 1; text if this cannot run."""
+        part = self.ranks / self.stages if self.stages else 1.0
+        try:
+            return pictures.figure(self.simulate(Costs(part, part, part, saved=part)))
+        except ScheduleError as error:
+            return pictures.folded(repr(self), f"{error}\n\n{self}")
 
     @cached_property
     def _inspection(self) -> Inspection:

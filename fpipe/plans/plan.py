@@ -18,6 +18,7 @@ import torch
 from ..programs.program import Program
 from ..programs.stage_programs import Programs
 from ..schedule import Schedule
+from ..schedules import pictures
 from ..schedules.actions import Action, Row
 from ..tree import Aval, Spec
 from .keys import Key, Source, Value
@@ -204,6 +205,10 @@ class Plan:
             read |= dict.fromkeys(slot for slot in ins.reads if slot not in written)
             written.update(ins.writes)
         return tuple(read)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return pictures.titled(str(self))
 
     def __str__(self) -> str:
         head = f"rank {self.rank}: {len(self.instructions)} instructions, {self.slots} slots, peak {self.peak:,} bytes"

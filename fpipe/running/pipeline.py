@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Pipeline``: stages, a schedule and a loss as one function, which ``fpipe.pipeline`` (in ``building``) returns.
 
-A ``Pipeline`` is a frozen ``Config`` with a cache of plans. Calls are in ``calls``, its derivatives in ``gradients``;
-nothing here knows plans' insides.
+A frozen ``Config`` with a cache of plans. Calls are in ``calls``, derivatives in ``gradients``; plans are opaque here.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from .derived import nested
 from .plan_cache import Cache
 from .plan_report import Plans
 from .request import Mode
+from .shown import shown
 from .signatures import A, E, EachLoss, P
 
 Y = TypeVar("Y", covariant=True)
@@ -62,6 +62,9 @@ class Pipeline(Generic[Y, R]):
 
     def __repr__(self) -> str:
         return repr(self.config)
+
+    def _repr_html_(self) -> str:
+        return shown(self.config, self.schedule)
 
     # ---- questions ----------------------------------------------------------------------------------------------
     def schedule(self, microbatches: int) -> Schedule:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ..plans.plan import Plan
 from ..plans.weaving.segments import microseconds
+from ..schedules import pictures
 from ..schedules.costs import Costs
 from .prepare import Prepared
 
@@ -57,3 +58,10 @@ class Plans:
         return "\n".join(["rank  instructions  slots  peak bytes", *rows, "", *map(str, plans)])
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: a table, and the instructions of each rank, folded."""
+        plans = [plan for _, plan in sorted(self.by_rank.items())]
+        head = "rank", "instructions", "slots", "peak bytes"
+        rows = [(plan.rank, len(plan.instructions), plan.slots, f"{plan.peak:,}") for plan in plans]
+        return pictures.table(head, rows) + "".join(map(pictures.titled, map(str, plans)))

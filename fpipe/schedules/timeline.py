@@ -330,6 +330,10 @@ class Timeline:
         """
         return pictures.draw(self, width=width, color=color)
 
+    def _repr_html_(self) -> str:
+        """The picture that a notebook shows."""
+        return pictures.figure(self)
+
     def save(
         self, path: str | PathLike[str], *, memory: bool = True, critical: bool = False, messages: bool = False,
         dark: bool | None = None, width: float | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -9,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -97,11 +100,21 @@ def test_contrastive_gradient_is_that_of_the_whole_batch():
 
 def test_notebook_runs():
     book = json.loads((EXAMPLES / "notebook.ipynb").read_text(encoding="utf-8"))
-    names: dict[str, object] = {}
+    names: dict[str, Any] = {}
+    shown = []
     for cell in book["cells"]:
         if cell["cell_type"] == "code":
-            exec("".join(cell["source"]), names)
             assert not cell["outputs"], "keep what was printed out of the repository"
+            *lines, last = ast.parse("".join(cell["source"])).body
+            if isinstance(last, ast.Expr):  # as a notebook does: the value of the last line is shown
+                exec(compile(ast.Module(lines, []), "cell", "exec"), names)
+                value = eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+                shown += [] if value is None else [(type(value).__name__, value._repr_html_())]
+            else:
+                exec(compile(ast.Module([*lines, last], []), "cell", "exec"), names)
+    assert [kind for kind, _ in shown] == ["Schedule", "Pipeline", "Plans", "Timeline"]
+    for _, html in shown:
+        ElementTree.fromstring(f"<div>{html}</div>")
 
 
 def _on_four() -> dict[str, list[float]]:

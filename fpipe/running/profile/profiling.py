@@ -8,6 +8,7 @@ and recorded events; no backend.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -34,8 +35,9 @@ from .recording import Log, Run, gathered, recording
 class Profile:
     """A step whose instructions are timed, returned by ``fpipe.profile``. Its figures are those of all calls so far."""
 
-    def __init__(self, step: Callable[..., Any] | None = None, *, name: str = ""):
-        self.step, self.name = step, name
+    def __init__(self, step: Callable[..., Any] | None = None, *, name: str = "", live: bool = False):
+        self.step, self.name, self.live = step, name, live
+        self._shown: Any = None  # where a notebook displays it
         self.runs: list[tuple[Run, ...]] = []  # each by rank
         self.prepared = Spent()  # what this process spent to prepare plans
         self._open: list[tuple[ExitStack, list[Log], list[Spent]]] = []
@@ -63,6 +65,31 @@ class Profile:
                 local.setdefault(run.rank, []).append(run)
             self.runs += gathered(logs[0].bound.group, local)
             self.__dict__.pop("costs", None)
+            if self.live and 0 in local:
+                self._display()
+
+    # ---- shown ----------------------------------------------------------------------------------------------
+    def _display(self) -> None:
+        """Show the last step: in a notebook in the place of the one before, elsewhere as a line on standard error."""
+        ipython: Any = sys.modules.get("IPython")
+        if ipython is None or ipython.get_ipython() is None:
+            print(f"step {len(self.runs)}: {self._headline}", file=sys.stderr)
+        elif self._shown is None:
+            self._shown = ipython.display.display(self, display_id=True)
+        else:
+            self._shown.update(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the last step over its simulation, and the figures, folded."""
+        if not self.runs:
+            return pictures.folded("a profile of no step yet", "call it as the step itself")
+        head = f"<p>step {len(self.runs)}: {self._headline}</p>"
+        return head + pictures.figure([self.simulated, self.timeline]) + pictures.folded("figures", str(self))
+
+    @property
+    def _headline(self) -> str:
+        real, predicted = self.timeline.total, self.simulated.total
+        return f"measured {1e3 * real:.2f} ms, simulated {1e3 * predicted:.2f} ms ({predicted / real:.1%} of it)"
 
     # ---- figures ----------------------------------------------------------------------------------------
     @property
@@ -107,18 +134,22 @@ class Profile:
         return pictures.draw([self.simulated, self.timeline], width=width, color=color)
 
     def __str__(self) -> str:
-        real, predicted = self.timeline.total, self.simulated.total
-        head = f"measured {1e3 * real:.2f} ms, simulated {1e3 * predicted:.2f} ms ({predicted / real:.1%} of it)"
         parts = [shares(run) for run in self._last]
         names = list(dict.fromkeys(name for part in parts for name in part))
-        lines = [head, "", table(self.costs), "", "rank " + " ".join(f"{name:>10}" for name in names) + "   (ms)"]
+        lines = [
+            self._headline,
+            "",
+            table(self.costs),
+            "",
+            "rank " + " ".join(f"{name:>10}" for name in names) + "   (ms)",
+        ]
         for rank, part in enumerate(parts):
             lines.append(f"{rank:4d} " + " ".join(f"{1e3 * part.get(name, 0.0):10.3f}" for name in names))
         lines += ["", f"preparation, in this process: {self.prepared}"] if self.prepared.seconds else []
         return "\n".join(lines)
 
 
-def profile(step: Callable[..., Any] | None = None, *, name: str = "") -> Profile:
+def profile(step: Callable[..., Any] | None = None, *, name: str = "", live: bool = False) -> Profile:
     """Time every instruction of a step of a pipeline, on all ranks. Without it there is no overhead.
 
     Call the step once before: the first call traces.
@@ -127,6 +158,7 @@ def profile(step: Callable[..., Any] | None = None, *, name: str = "") -> Profil
         step: a function that calls a pipeline once, such as that of ``value_and_grad``; leave it out for ``with
             profile() as found:``.
         name: of the step, in pictures.
+        live: show the last step after every call: in a notebook as a picture in one place, elsewhere as a line.
 
     Returns:
         A function with the arguments and the result of ``step``, or a context manager; every process must use it. Its
@@ -146,7 +178,7 @@ def profile(step: Callable[..., Any] | None = None, *, name: str = "") -> Profil
     >>> step.costs.unit
     's'
     """
-    return Profile(step, name=name)
+    return Profile(step, name=name, live=live)
 
 
 def _actions(runs: Sequence[Run]) -> list[tuple[Any, ...]]:

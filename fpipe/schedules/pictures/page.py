@@ -171,7 +171,7 @@ def _bar(bar: Bar, scene: Scene, frame: _Frame, y: float) -> Iterator[Shape]:
         label = name(part, frame.detail)
         size = min(frame.size, height - 2)
         if label and size >= 6.5 and text_width(label, size) <= long:
-            yield Text(x + long / 2, top + height / 2 + 0.36 * size, label, size, key, "middle", on=key)
+            yield Text(x + long / 2, top + height / 2 + 0.36 * size, label, size, key, "middle", on=key, space=long - 2)
 
 
 def _link(lane: Lane, frame: _Frame, y: float) -> Iterator[Shape]:

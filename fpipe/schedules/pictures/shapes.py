@@ -27,7 +27,7 @@ class Rect(NamedTuple):
 
 class Text(NamedTuple):
     """A line of text: ``x`` is its left end, middle or right end by ``anchor``, ``y`` its baseline; ``on`` is the
-    colour under it if that is not the paper."""
+    colour under it if that is not the paper, and ``space`` the width that it may take, if its typeface is wider."""
 
     x: float
     y: float
@@ -37,6 +37,7 @@ class Text(NamedTuple):
     anchor: str = "start"
     bold: bool = False
     on: str = ""
+    space: float = 0.0
 
 
 class Path(NamedTuple):

@@ -10,6 +10,7 @@ from html import escape
 from .page import page
 from .scene import Scene
 from .shapes import Look, Page, Path, Rect, Shape, Text, colour_of
+from .text_width import text_width
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
@@ -24,17 +25,18 @@ def inline(scenes: Sequence[Scene], look: Look | None = None) -> str:
     """A picture for a page of HTML that may contain others: its style concerns itself alone."""
     look = look or Look()
     alt = "; ".join(scene.name or "schedule" for scene in scenes)
-    text = write(page(scenes, look), alt=alt, dark=look.dark)
-    own = "fp" + sha256(text.encode()).hexdigest()[:12]
-    return write(page(scenes, look), alt=alt, dark=look.dark, own=own)
+    drawn = page(scenes, look)
+    own = "fp" + sha256(write(drawn, alt=alt, dark=look.dark).encode()).hexdigest()[:12]
+    return write(drawn, alt=alt, dark=look.dark, own=own)
 
 
 def write(drawn: Page, *, alt: str = "", dark: bool | None = None, own: str = "") -> str:
     """A page as SVG, for light, dark or the reader's paper; ``own`` is an id that its style is bound to."""
     width, height = _n(drawn.width), _n(drawn.height)
+    kind = f'id="{own}"' if own else 'style="max-width:100%;height:auto"'
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'font-family="{FONT}" role="img" style="max-width:100%;height:auto"' + (f' id="{own}">' if own else ">"),
+        f'font-family="{FONT}" role="img" {kind}>',
         f"<title>{escape(_clean(alt))}</title>",
         f"<style>{''.join(_style(drawn, dark, f'#{own} ' if own else ''))}</style>",
         f'<rect class="paper" width="{width}" height="{height}" rx="8"/>',
@@ -77,6 +79,9 @@ def _rect(r: Rect) -> str:
 
 def _text(t: Text) -> str:
     kind = {"start": "", "middle": " m", "end": " e"}[t.anchor] + (" b" if t.bold else "")
+    wide = text_width(t.text, t.size)
+    if t.space and 1.25 * wide > t.space:  # typefaces differ: one that is wider is condensed
+        kind += f'" textLength="{_n(min(wide, t.space))}" lengthAdjust="spacingAndGlyphs'
     place = f'x="{_n(t.x)}" y="{_n(t.y)}" font-size="{_n(t.size)}"'
     return f'<text class="{_class(t)}{kind}" {place}>{escape(_clean(t.text))}</text>'
 
