@@ -36,6 +36,9 @@ class _Missing:
     def __repr__(self) -> str:
         return "MISSING"
 
+    def __reduce__(self) -> str:
+        return "MISSING"
+
 
 MISSING = _Missing()
 

@@ -90,12 +90,12 @@ class SliceCall:
         return (result, *extras) if extras else result
 
     def _start(self, params: Tree, x: Tree) -> Tree:
-        """The carry of the first slice; a function may write into it."""
+        """The carry of the first slice."""
         initial = self.initial.value
         if callable(initial):
             return initial(x)
         device = next((leaf.device for leaf in tree.leaves((x, params)) if tree.is_tensor(leaf)), None)
-        return tree.tree_map(lambda leaf: leaf.to(device).clone() if tree.is_tensor(leaf) else leaf, initial)
+        return tree.tree_map(lambda leaf: leaf.to(device) if tree.is_tensor(leaf) else leaf, initial)
 
 
 class _Copy(torch.autograd.Function):

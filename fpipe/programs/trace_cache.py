@@ -81,6 +81,11 @@ def trace(fn: Callable[..., Any] | Stage, params: Tree, x: Tree, *, state: Tree 
     torch.Size([2, 2])
     """
     of = AbstractTree.of
+    if as_stage(fn).carry:
+        raise StageError(
+            f"stage {as_stage(fn).label} has a carry, and a trace has none; trace lambda p, x: fn(p, *x) for an input "
+            "(carry, x)"
+        )
     return programs_of(as_stage(fn), Signature(of(params, True), of(x, True), of(side), of(state)))
 
 

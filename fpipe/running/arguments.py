@@ -83,6 +83,7 @@ class Call:
         k = config.slices
         batch = Parts(x, m, "x", slices=k)
         parts = tuple(Parts(target, m, f"target {i}", slices=k) for i, target in enumerate(targets))
+        _check_sliced(batch, k)
         _check_sides(config, side)
         sides = {name: Parts(value, m, f"side input {name!r}", True, k) for name, value in side.items()}
         _check_absent(config, batch, parts, sides)
@@ -287,6 +288,16 @@ def _check_options(config: Config, has_aux: bool, each: Each | None, scale: Loss
         return
     if isinstance(scale, (torch.Tensor, bool)) or not 0 < scale < float("inf"):
         raise BatchError(f"loss_scale={scale!r}; give one number above 0, or a tensor without axes")
+
+
+def _check_sliced(x: Parts, slices: int) -> None:
+    """Raise BatchError where nothing of x is cut: each slice would be the whole."""
+    tensors = [leaf for leaf in x.leaves if isinstance(leaf, torch.Tensor)]
+    if slices > 1 and not x.absent and all(leaf.dim() < 2 for leaf in tensors):
+        raise BatchError(
+            f"slices={slices}, but no tensor of x has a second axis, that of the sequence; give it one, or leave out "
+            "slices="
+        )
 
 
 def _check_absent(config: Config, x: Parts, targets: Sequence[Parts], sides: Mapping[str, Parts]) -> None:

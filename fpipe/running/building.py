@@ -80,9 +80,10 @@ def pipeline(
             ``fpipe.local(n)``: n ranks in this process. ``fpipe.adopt(...)``: a group of another program.
         reduction: how the losses of microbatches become one: ``"mean"``, ``"sum"``, or ``fpipe.weighted(fn)`` for
             weights such as numbers of tokens. Gradients are those of the reduced loss.
-        seed: makes every random draw a function of the seed, the stage and the microbatch alone, whatever the schedule
-            and the number of ranks; the loss has a stream of its own. A call may replace it: ``seed=step``. None:
-            draws come from the generators of the process. The same model cut into other stages draws other numbers.
+        seed: makes every random draw a function of the seed, the stage and the microbatch (and slice) alone, whatever
+            the schedule and the number of ranks; the loss has a stream of its own. A call may replace it:
+            ``seed=step``. None: draws come from the generators of the process. The same model cut into other stages
+            draws other numbers.
         frozen: patterns of leaves that get no gradient, as ``"stage.path"``: ``"0.*"`` is the whole first stage,
             ``"*.norm"`` a leaf of every stage. Their gradients are None, and no time is spent on them.
         tied: groups of leaves that are one parameter, as ``[("0.wte", "7.wte")]``. Each copy gets the sum of their

@@ -314,6 +314,50 @@ def test_on_fake_ranks(order: Any) -> None:
     _equal_to_one_process(fpipe.testing.run(on_a_rank, ranks=2, order=order, seed=0))
 
 
+def test_stages_and_arguments_that_are_elsewhere() -> None:
+    def rank(group: Any) -> Tensor:
+        first, (x, t) = group.here[0] == 0, batch()
+        there = fpipe.Stage.elsewhere()
+        stages = [stage("attention"), there] if first else [there, stage("attention")]
+        pipe = fpipe.pipeline(stages, "Seq1F1B", slices=K, loss=squared, microbatches=M, group=group)
+        elsewhere = fpipe.elsewhere()
+        return pipe(pipe.place(parameters(2)), x if first else elsewhere, elsewhere if first else t)
+
+    expected = pipe_of(2, 1)(parameters(2), *batch())
+    assert all(torch.equal(loss, expected) for loss in fpipe.testing.run(rank, ranks=2, order="buffered", seed=0))
+
+
+def test_ranks_that_disagree_about_slices() -> None:
+    def rank(group: Any) -> Any:
+        stages, slices = [stage("attention")] * 2, 2 + 2 * group.here[0]
+        pipe = fpipe.pipeline(stages, "Seq1F1B", slices=slices, loss=squared, microbatches=M, group=group)
+        return pipe(pipe.place(parameters(2)), *batch())
+
+    with pytest.raises(fpipe.MismatchError, match="disagree about slices: rank 0 has 2, rank 1 has 4"):
+        fpipe.testing.run(rank, ranks=2, order="buffered", seed=0)
+
+
+def test_a_pullback_that_is_called_twice() -> None:
+    params, (x, dy) = parameters(2), batch()
+    _, pullback = fpipe.vjp(pipe_of(2, 2, loss=None), params, x)
+    assert same(pullback(dy, retain=True), pullback(dy))
+
+
+def test_copies_of_a_pipeline() -> None:
+    params, (x, t) = parameters(2), batch()
+    expected = fpipe.value_and_grad(pipe_of(2, 1))(params, x, t)
+
+    def copy(group: Any) -> Any:
+        pipe, rows = pipe_of(2, 2, microbatches=1, dp=group, zero=3), slice(B * group.here[0], B * (group.here[0] + 1))
+        loss, grads = fpipe.value_and_grad(pipe)(pipe.shard(params), x[rows], t[rows])
+        return loss, pipe.unshard(grads)
+
+    for loss, grads in fpipe.testing.run(copy, ranks=M, order="buffered", seed=0):
+        assert torch.allclose(loss, expected[0])
+        assert all(torch.allclose(a[n], b[n], rtol=1e-4, atol=1e-6)
+                   for a, b in zip(grads, expected[1], strict=True) for n in "qkvo")  # fmt: skip
+
+
 def test_on_processes() -> None:
     _equal_to_one_process(fpipe.launch(on_a_rank, ranks=2, timeout=100))
 
@@ -337,6 +381,11 @@ def test_lengths_that_slices_do_not_divide() -> None:
         )
 
 
+def test_x_without_a_sequence() -> None:
+    with pytest.raises(BatchError, match="slices=4, but no tensor of x has a second axis"):
+        pipe_of(1, 1)(parameters(1), torch.ones(4), torch.ones(4))
+
+
 WRONG = [
     (lambda: pipe_of(2, 2, fpipe.make_schedule("1F1B", 2, M)), StageError, r"slices=4, but the schedule has 1 slice a"),
     (lambda: pipe_of(2, 2, fpipe.make_schedule("Seq1F1B", 2, M, slices=2)), StageError, "give slices=2"),
@@ -351,6 +400,7 @@ WRONG = [
                             group=fpipe.local(1)), StageError, "requires a gradient"),
     (lambda: pipe_of(1, 1, loss=fpipe.Stage(squared, carry=True, initial_carry=0)), StageError, "the loss has carry="),
     (lambda: fpipe.jvp(pipe_of(1, 1), (parameters(1),), (parameters(1),), *batch()), StageError, "with carries is not"),
+    (lambda: fpipe.trace(stage("attention"), parameters(1)[0], batch()[0]), StageError, "stage attention has a carry"),
     (lambda: fpipe.per_example(pipe_of(1, 1)), StageError, "norms per example of a pipeline with slices"),
 ]  # fmt: skip
 

@@ -26,7 +26,7 @@ PARTS = {"moe_block": "moe", "rl_data": "rl_engine"}
 #: example -> the test file that runs it, where that is not this one
 ELSEWHERE = {"rl_engine": "test_trainers.py"}
 #: example -> steps after which the loss has fallen
-SMALL = {"quickstart": 6, "module": 12, "contrastive": 6, "meta": 12}
+SMALL = {"slices": 30, "quickstart": 6, "module": 12, "contrastive": 6, "meta": 12}
 #: those that take arguments
 TOLD = ("moe", "zero")
 
