@@ -18,6 +18,10 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+sys.path.insert(0, str(ROOT / "docs"))
+
+import explorer  # noqa: E402
+
 import fpipe  # noqa: E402
 from fpipe.generators import about_schedule, catalogue  # noqa: E402
 from fpipe.generators.comparison import per_share  # noqa: E402
@@ -124,7 +128,7 @@ def zoo() -> tuple[str, dict[str, bytes]]:
         "of one microbatch on all stages of a rank. p is the number of ranks, m the number of microbatches, r a rank,",
         "v the number of stages per rank, w the number of waves, k the number of slices of a microbatch,",
         f"which is {K} in the pictures.", "",
-        "[Choose a schedule](howto/choose.md) · `fpipe compare` compares all of them for other counts and costs", "",
+        "[Choose a schedule](howto/choose.md) · [Sliders for counts and costs](fpipe.html) · `fpipe compare` compares all of them for other counts and costs", "",
     ]  # fmt: skip
     pictures: dict[str, bytes] = {}
     for name in fpipe.schedule_names():
@@ -374,6 +378,7 @@ def on_files(files: Any, config: Any) -> Any:
 
     page, pictures = zoo()
     generated: dict[str, str | bytes] = {"examples.md": examples(), "zoo.md": page, "reference.md": reference()}
+    generated["fpipe.html"] = explorer.page()
     generated |= pictures | {page: copied(name) for page, name in COPIED.items()}
     for path, content in generated.items():
         files.append(File.generated(config, path, content=content))

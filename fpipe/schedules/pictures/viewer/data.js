@@ -11,16 +11,22 @@ async function inflate(text) {
 
 function unpack(raw) {
   for (const scene of raw.scenes) {
-    scene.shades = Math.max(...scene.palette.map((entry) => entry.shade)) + 1;
     scene.lanes.forEach((lane, rank) => unpackLane(scene, lane, rank));
-    scene.most = scene.lanes.reduce((most, lane) => Math.max(most, lane.most), 0) || 1;
-    scene.ops = [...new Set(scene.palette.map((entry) => entry.op))];
-    scene.fused = scene.lanes.some((lane) => lane.names.some((name) => name.includes(";")));
-    scene.used = new Set(scene.lanes.flatMap((lane) => lane.idle.map((gap) => gap.cause)));
-    const work = scene.lanes.reduce((sum, lane) => sum + lane.end.reduce((all, end, k) => all + end - lane.start[k], 0), 0);
-    scene.each = work / scene.lanes.length / Math.max(scene.microbatches, 1);  // a rank's work on one microbatch
+    finish(scene);
   }
   return raw;
+}
+
+// What follows from the lanes of a scene.
+function finish(scene) {
+  scene.shades = Math.max(...scene.palette.map((entry) => entry.shade)) + 1;
+  scene.most = scene.lanes.reduce((most, lane) => Math.max(most, lane.most), 0) || 1;
+  scene.ops = [..."FBIW"].filter((op) => scene.lanes.some((lane) => lane.names.some((name) => name.includes(op))));
+  scene.fused = scene.lanes.some((lane) => lane.names.some((name) => name.includes(";")));
+  scene.used = new Set(scene.lanes.flatMap((lane) => lane.idle.map((gap) => gap.cause)));
+  const work = scene.lanes.reduce((sum, lane) => sum + lane.end.reduce((all, end, k) => all + end - lane.start[k], 0), 0);
+  scene.each = work / scene.lanes.length / Math.max(scene.microbatches, 1);  // a rank's work on one microbatch
+  return scene;
 }
 
 // The numbers of differences, times `unit`.

@@ -11,7 +11,7 @@ let view = null, mapView = null, waiting = false, mouse = null;
 
 // Show these timelines; `keep` the window in time where it is.
 function load(next, keep = false) {
-  raw = unpack(next);
+  raw = next;
   WORDS = raw.words;
   IDLE = raw.idle;
   const share = keep ? [state.from / state.total, state.to / state.total] : [0, 1];
@@ -367,7 +367,7 @@ readTheme();
 
 if (typeof DecompressionStream === "undefined") document.body.textContent = "This page needs a browser of 2023 or later.";
 const contents = await inflate($("data").textContent);
-if (contents.scenes) load(contents);  // else a script that follows has other contents
+if (contents.scenes) load(unpack(contents));  // else a script that follows has other contents
 
 // For scripts and tests: where an action stands on the page, and what is shown.
 window.fpipe = {
