@@ -287,10 +287,12 @@ def test_the_box_under_the_mouse_follows_the_picture(view: Open):
     assert hover(page, "0F3").startswith("0F3")
     page.keyboard.press("+")
     page.keyboard.press("Shift+ArrowRight")
-    page.wait_for_function("!document.getElementById('tip').innerText.startsWith('0F3')")
-    under = page.evaluate("state => state.hover && state.scenes[0].lanes[state.hover.rank].names[state.hover.index]",
-                          page.evaluate_handle("fpipe.state"))  # fmt: skip
-    assert page.inner_text("#tip").startswith(under or "idle")
+    text, under = page.evaluate(
+        "(() => { fpipe.paint(); const {hover, scenes} = fpipe.state;"
+        " return [document.getElementById('tip').innerText, hover && scenes[0].lanes[hover.rank].names[hover.index]]; })()"
+    )
+    assert not text.startswith("0F3")
+    assert text.startswith(under or "idle")
     page.mouse.move(600, 5)
     page.wait_for_selector("#tip", state="hidden")
 
