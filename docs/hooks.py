@@ -10,7 +10,6 @@ import json
 import re
 import sys
 import tempfile
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -238,7 +237,8 @@ def members(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     else:
         found = {}
     for member, inner in found.items():
-        if not member.startswith("_") and member not in HIDDEN.get(name, "").split():
+        shown = not member.startswith("_") or (member == "__call__" and inner.__doc__ and inspect.isclass(value))
+        if shown and member not in HIDDEN.get(name, "").split():
             yield f"{name}.{member}", inner
 
 
@@ -246,23 +246,42 @@ def entry(name: str, value: Any, level: str = "###") -> list[str]:
     """The entry of one name: signature, docstring, members."""
     lines = [f"{level} {name}", ""]
     if callable(value) and name not in RETURNED:
-        call = textwrap.wrap(name + signature(value), 96, subsequent_indent="    ", break_long_words=False)
-        lines += ["```text", *call, "```", ""]
+        lines += ["```python", *signature(name, value), "```", ""]
     lines += [text_of(value, name), ""]
     for member, inner in members(name, value):
         lines += entry(member, inner, "####")
     return lines
 
 
-def signature(value: Any) -> str:
-    """The signature of a callable, without the modules of types, and without ``self``."""
+class _Text(str):
+    """An annotation that is shown without quotes."""
+
+    __repr__ = str.__str__
+
+
+def signature(name: str, value: Any) -> list[str]:
+    """The call of a callable as lines: in one, or with a line for each parameter; without modules of types."""
     try:
         sign = inspect.signature(value)
     except (TypeError, ValueError):
-        return "(...)"
-    text = str(sign.replace(parameters=[each for name, each in sign.parameters.items() if name != "self"]))
-    text = re.sub(r"<(?:function|class|object)[^>]*>", "...", text)
-    return re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Z])", "", text).replace("''", '""').replace("'", "")
+        return [f"{name}(...)"]
+    shown = [each.replace(annotation=_annotation(each.annotation)) for key, each in sign.parameters.items() if
+             key != "self"]  # fmt: skip
+    sign = sign.replace(parameters=shown, return_annotation=_annotation(sign.return_annotation))
+    text = re.sub(r"<(?:function|class|object)[^>]*>", "...", f"{name}{sign}")
+    if len(text) <= 96:
+        return [text]
+    lines = re.sub(r"<(?:function|class|object)[^>]*>", "...", "\n".join(map(str, shown))).splitlines()
+    kinds = [each.kind for each in shown]
+    if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        lines.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
+    end = "" if sign.return_annotation is sign.empty else f" -> {sign.return_annotation}"
+    return [f"{name}(", *(f"    {line}," for line in lines), f"){end}"]
+
+
+def _annotation(annotation: Any) -> Any:
+    text = getattr(annotation, "__forward_arg__", annotation)
+    return _Text(re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Z])", "", text)) if isinstance(text, str) else annotation
 
 
 def text_of(value: Any, name: str) -> str:
