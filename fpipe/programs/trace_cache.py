@@ -73,6 +73,7 @@ def trace(fn: Callable[..., Any] | Stage, params: Tree, x: Tree, *, state: Tree 
 
     Raises:
         TraceError: if the function cannot be traced, with the line and a remedy.
+        StageError: if the stage has ``carry=True``.
 
     >>> programs = trace(lambda p, x: torch.tanh(x @ p), torch.eye(2), torch.ones(1, 2))
     >>> y, saved = programs.forward(torch.eye(2), torch.ones(1, 2))
