@@ -28,12 +28,14 @@ from . import options
 @click.option("--memory/--no-memory", default=True, help="What ranks hold, below their lanes.  [default: memory]")
 @click.option("--critical", is_flag=True, help="A line through the actions on which the total depends.")
 @click.option("--messages", is_flag=True, help="A line for every message between ranks.")
+@click.option("--difference", is_flag=True,
+              help="Colour actions by how much earlier or later they end than in the first schedule.")  # fmt: skip
 @click.option("--dark/--light", default=None, help="The paper of pictures.  [default: the reader's, or light]")
 @click.option("--color/--no-color", default=None, help="Colours.  [default: where the output is a terminal]")
 def draw(
     schedules: tuple[str, ...], ranks: int | None, microbatches: int | None, stages: int | None, slices: int,
     costs: str, per: str, out: tuple[str, ...], width: int | None, memory: bool, critical: bool, messages: bool,
-    dark: bool | None, color: bool | None,
+    difference: bool, dark: bool | None, color: bool | None,
 ) -> None:  # fmt: skip
     """Draw schedules by name or from files; SCHEDULE is either.
 
@@ -52,12 +54,15 @@ def draw(
         options.check_suffix(path, pictures.FORMATS, "--out")
     made = [options.named_schedule(source, ranks, microbatches, stages, slices) for source in schedules]
     valid = list(map(options.checked, made))
+    if difference and len(schedules) < 2:
+        raise options.usage_error("--difference needs two schedules; name another one, or the same with other costs")
+    look = pictures.Look(memory, critical, messages, difference, dark, width)
     with progress("drawing"):
         with options.as_usage_error():  # costs for another number of stages
             timelines = [s.simulate(options.priced(price, s, per, alone=len(valid) == 1)) for s in valid]
         for path in out:
-            pictures.save(timelines, path, pictures.Look(memory, critical, messages, dark, width))
-        text = "" if out else pictures.draw(timelines, width=width, color=color)
+            pictures.save(timelines, path, look)
+        text = "" if out else pictures.draw(timelines, width=width, color=color, difference=difference)
     for path in out:
         click.echo(f"wrote {path} ({_size(path)})")
     click.echo(text, nl=False, color=True)

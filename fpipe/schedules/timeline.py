@@ -336,7 +336,7 @@ class Timeline:
 
     def save(
         self, path: str | PathLike[str], *, memory: bool = True, critical: bool = False, messages: bool = False,
-        dark: bool | None = None, width: float | None = None,
+        against: Timeline | None = None, dark: bool | None = None, width: float | None = None,
     ) -> None:  # fmt: skip
         """Write a picture: ``.svg``, ``.png``, ``.pdf``, ``.html``, ``.txt`` or ``.json`` (a trace for Perfetto).
 
@@ -345,6 +345,8 @@ class Timeline:
             memory: Draw below each lane what its rank holds.
             critical: Draw a line through the actions on which the total depends.
             messages: Draw a line for every message between ranks.
+            against: Another timeline, drawn above this one, whose actions then have the colours of how much earlier or
+                later they end than there.
             dark: Draw for dark paper. By default, ``.svg`` and ``.html`` follow their reader and others are light.
             width: The width in pixels. By default it follows from the number of actions.
 
@@ -358,7 +360,8 @@ class Timeline:
         >>> path.read_text()[:4]
         '<svg'
         """
-        pictures.save(self, path, pictures.Look(memory, critical, messages, dark, width))
+        look = pictures.Look(memory, critical, messages, against is not None, dark, width)
+        pictures.save(self if against is None else [against, self], path, look)
 
 
 def _changes(row: Row) -> Iterator[int]:

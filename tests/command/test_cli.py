@@ -205,6 +205,7 @@ REFUSED = [
     ("draw ZVB", 2, "no schedule is called 'ZVB'; did you mean ZBV"),
     ("draw 1f2b", 2, "did you mean 1F1B"),
     ("draw ZBV --stages 5", 2, "takes 8 stages"),
+    ("draw ZBV --difference", 2, "needs two schedules"),
     ("draw ZBV --costs F=nan", 2, "number from 0 up"),
     ("draw ZBV --costs G=1", 2, "the names are F, I, W"),
     ("draw ZBV --costs F=1:2", 2, "there are 8 stages"),

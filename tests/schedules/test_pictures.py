@@ -21,7 +21,7 @@ from fpipe.generators import make_schedule
 from fpipe.schedules import pictures
 from fpipe.schedules.actions import Action, AnyAction, Fused
 from fpipe.schedules.costs import Costs
-from fpipe.schedules.pictures import Look, colours, dense, idle, pdf, png, terminal
+from fpipe.schedules.pictures import Look, colours, dense, idle, labels, output, pdf, png, terminal
 from fpipe.schedules.pictures import page as layout
 from fpipe.schedules.pictures.packed import expanded
 from fpipe.schedules.pictures.scene import _steps, scenes
@@ -389,6 +389,35 @@ def test_units_and_what_they_mean_are_on_the_picture():
                            (("F", 0, 0, 2), ("B", 0, 2, 3), ("F", 1, 3, 5), ("B", 1, 5, 8))])
     )  # fmt: skip
     assert "Memory in bytes." in words(timeline(costs="saved=3000000"))
+
+
+# ---- differences ----------------------------------------------------------------------------------------------------
+def test_a_difference_has_the_shift_of_every_action():
+    """Ends are compared with those of the simulator; I and W with B, where the other has only B."""
+    slow, fast = timeline("1F1B", costs="comm=0.5"), timeline("ZBH1")
+    first, second = output.compared([slow, fast], Look(difference=True))
+    ends = {(a.stage, a.op, a.microbatch): span.end for span in slow for a in span.action.parts}
+    shifts = {str(bar.action): bar.shift for lane in second.lanes for bar in lane.bars}
+    for span in fast:
+        (part,) = span.action.parts
+        there = ends[part.stage, "F" if part.op == "F" else "B", part.microbatch]
+        assert shifts[str(part)] == pytest.approx(span.end - there)
+    tints = {bar.shades[0] for lane in second.lanes for bar in lane.bars}
+    assert min(tints) == 0 and 9 not in tints
+    assert first.against is None and second.against is first
+    assert ("total", f"27 ({100 * (27 / slow.total - 1):+.1f}%)") in labels.facts(second)
+
+
+def test_a_difference_is_drawn_with_its_legend(tmp_path: Path):
+    timeline("ZBV").save(tmp_path / "a.svg", against=timeline("1F1B"))
+    text = (tmp_path / "a.svg").read_text()
+    assert "ZBVZeroBubble against 1F1B" in text
+    for word in ("ends earlier than in 1F1B, by up to", "later, by up to", "not in 1F1B"):
+        assert word in text
+    assert re.search(r"0F5: [\d.]+ to [\d.]+; [\d.]+ earlier than in 1F1B", text)
+    assert re.search(r"4F0: [\d.]+ to [\d.]+.*; not in 1F1B</title>", text)
+    colored = pictures.draw([timeline("1F1B"), timeline("ZBV")], width=120, color=True, difference=True)
+    assert "later, by up to" in colored
 
 
 # ---- many actions ---------------------------------------------------------------------------------------------------

@@ -289,7 +289,8 @@ def test_the_box_under_the_mouse_follows_the_picture(view: Open):
     page.keyboard.press("Shift+ArrowRight")
     text, under = page.evaluate(
         "(() => { fpipe.paint(); const {hover, scenes} = fpipe.state;"
-        " return [document.getElementById('tip').innerText, hover && scenes[0].lanes[hover.rank].names[hover.index]]; })()"
+        " const name = hover && scenes[0].lanes[hover.rank].names[hover.index];"
+        " return [document.getElementById('tip').innerText, name]; })()"
     )
     assert not text.startswith("0F3")
     assert text.startswith(under or "idle")
@@ -325,6 +326,19 @@ def test_the_critical_path_and_the_messages_are_those_of_the_timeline(view: Open
     assert path == [[span.rank, span.position] for span in t.critical_path]
     sent = page.evaluate("fpipe.messagesOf(fpipe.state.scenes[0]).flat().length")
     assert sent == t.messages
+
+
+def test_a_difference_has_its_own_legend_and_figures(browser: Any, tmp_path: Path):
+    first, second = (make_schedule(name, 4, 8).simulate(Costs(saved=1)) for name in ("1F1B", "ZBH1"))
+    second.save(tmp_path / "a.html", against=first)
+    page = browser.new_page()
+    page.goto((tmp_path / "a.html").as_uri())
+    page.wait_for_function("!!window.fpipe")
+    legend, figures = page.inner_text("#legend"), page.inner_text("#figures")
+    page.close()
+    assert "ends earlier than in 1F1B, by up to 7" in legend
+    assert "forward" in legend and "input gradient" not in legend
+    assert "ZBH1 against 1F1B: 4 ranks" in figures and "total 27 (-18.2%)" in figures
 
 
 @pytest.mark.parametrize("name", ["ZBV", "DualPipeV", "Seq1F1B"])

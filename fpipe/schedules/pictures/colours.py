@@ -62,7 +62,10 @@ def palette(shades: int, dark: bool = False) -> dict[str, str]:
     ('#a3d2fa', '#14181d')
     """
     ops = {f"{op}{shade}": fill(op, shade, shades, dark) for op in RAMPS for shade in range(shades)}
-    return {**{name: pair[dark] for name, pair in THEME.items()}, **ops}
+    theme = {name: pair[dark] for name, pair in THEME.items()}
+    ends = [theme["earlier"]] * 4 + [theme["same"]] + [theme["later"]] * 4  # see ``difference``
+    tints = {f"t{k}": mix(theme["same"], end, abs(k - 4) / 4) for k, end in enumerate(ends)}
+    return {**theme, **ops, **tints, "t9": theme["other"]}
 
 
 @lru_cache(maxsize=1024)

@@ -8,21 +8,34 @@ from collections.abc import Iterator, Sequence
 from math import ceil
 
 from . import labels
+from .difference import TINTS
 from .idle import CAUSES, PHASES, phases, shares
 from .lanes import Lane
 from .scene import Scene
 
-KINDS = ("F", "B", "I", "W", "tail", "imbalance", "message", "other", "warmup")  #: in a lane, from its foot up
+KINDS = (
+    *(f"t{k}" for k in range(TINTS)),
+    "F",
+    "B",
+    "I",
+    "W",
+    "tail",
+    "imbalance",
+    "message",
+    "other",
+    "warmup",
+)  #: in a lane, from its foot up
 LEAST, FINEST = 6.0, 0.25  #: the least width of a piece and the least step of its height, in pixels
 
 
-def intervals(lane: Lane) -> list[tuple[float, float, str]]:
+def intervals(lane: Lane, tinted: bool = False) -> list[tuple[float, float, str]]:
     """(start, end, kind) of a lane in order of time; the parts of a fused action run one after another."""
     found = [(gap.start, gap.end, gap.cause) for gap in lane.gaps]
     for bar in lane.bars:
         parts = bar.action.parts
         each = (bar.end - bar.start) / len(parts)
-        found += [(bar.start + k * each, bar.start + (k + 1) * each, part.op) for k, part in enumerate(parts)]
+        found += [(bar.start + k * each, bar.start + (k + 1) * each, f"t{bar.shades[0]}" if tinted else part.op)
+                  for k, part in enumerate(parts)]  # fmt: skip
     return sorted(found, key=lambda interval: interval[0])
 
 
@@ -38,13 +51,13 @@ def bands(lane: Lane, scene: Scene, scale: float, height: float) -> Iterator[tup
     """(kind, outline) of a lane, in pixels from its left top corner, the later ones over the earlier."""
     long = piece(scene, scale)
     edges = [min(k * long, scene.total) for k in range(ceil(scene.total / long - 1e-9) + 1)]
-    parts = shares(intervals(lane), edges)
+    parts = shares(intervals(lane, scene.against is not None), edges)
     tops: list[float] = [0.0] * len(parts)  # the share up to and with a kind
     outlines: list[tuple[str, list[tuple[float, float]]]] = []
     for kind in KINDS:
         if any(kind in part for part in parts):
             tops = [min(top + part.get(kind, 0.0), 1.0) for top, part in zip(tops, parts, strict=True)]
-            outlines.append((kind if kind in CAUSES else f"{kind}0", _outline(tops, edges, scale, height)))
+            outlines.append((f"{kind}0" if kind in "FBIW" else kind, _outline(tops, edges, scale, height)))
     yield from reversed(outlines)
 
 

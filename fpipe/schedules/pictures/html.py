@@ -13,6 +13,8 @@ from pathlib import Path
 
 from . import labels
 from .colours import NAMES, THEME, fill, ink
+from .colours import palette as colours
+from .difference import TINTS
 from .idle import CAUSES
 from .packed import Json, compressed, lanes_of
 from .scene import Scene
@@ -82,9 +84,21 @@ def _scene(scene: Scene, label: str) -> Json:
         "cell": scene.cell,
         # in units of the size of letters, about as in the typeface of a browser
         "longest": [round(1.1 * scene.widest_name(detail), 3) for detail in (3, 2)],
-        "palette": palette(scene.ops, scene.shades),
+        "palette": _tints(scene.ops) if scene.against else palette(scene.ops, scene.shades),
+        "tints": labels.tints(scene),
         **lanes_of(scene),
     }
+
+
+def _tints(ops: Sequence[str]) -> list[Json]:
+    """The colours of a scene that is compared with another: by the tint alone, for every op."""
+    papers = {"light": colours(1), "dark": colours(1, dark=True)}
+    return [
+        {"op": op, "shade": tint, "tint": f"t{tint}"} | {
+            paper: [table[f"t{tint}"], ink(table[f"t{tint}"])] for paper, table in papers.items()
+        }
+        for op in ops for tint in range(TINTS)
+    ]  # fmt: skip
 
 
 def palette(ops: Sequence[str], shades: int) -> list[Json]:

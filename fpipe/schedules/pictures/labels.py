@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ..text import counted
 from .colours import NAMES
+from .difference import ABSENT, SAME
 from .idle import CAUSES
 from .lanes import Lane
 from .scene import Scene
@@ -48,7 +49,7 @@ def held(amount: float, unit: str) -> str:
 
 def title(scene: Scene) -> str:
     """``ZBV: 4 ranks, 8 microbatches``."""
-    name = scene.name or "schedule"
+    name = (scene.name or "schedule") + (f" against {scene.against.name or 'schedule'}" if scene.against else "")
     slices = f" of {counted(scene.slices, 'slice')}" if scene.slices > 1 else ""
     return f"{name}: {counted(len(scene.lanes), 'rank')}, {counted(scene.microbatches, 'microbatch')}{slices}"
 
@@ -62,7 +63,15 @@ def facts(scene: Scene) -> list[tuple[str, str]]:
     """The figures of a scene by name."""
     times = [("total", time(scene.total, scene)), ("span", time(scene.span, scene))]
     peak = max((lane.peak for lane in scene.lanes), default=0.0)
-    return [*times, ("bubble", percent(scene.bubble)), ("peak", held(peak, scene.memory_unit))]
+    found = [*times, ("bubble", percent(scene.bubble)), ("peak", held(peak, scene.memory_unit))]
+    if not scene.against:
+        return found
+    was = scene.against
+    change = lambda now, before: f" ({(now / before - 1) * 100:+.1f}%)" if before and now != before else ""
+    peaks = max((lane.peak for lane in was.lanes), default=0.0)
+    bubble = f" ({100 * (scene.bubble - was.bubble):+.1f} points)"
+    changes = [change(scene.total, was.total), change(scene.span, was.span), bubble, change(peak, peaks)]
+    return [(word, value + more) for (word, value), more in zip(found, changes, strict=True)]
 
 
 def figures(scene: Scene) -> str:
@@ -71,6 +80,31 @@ def figures(scene: Scene) -> str:
     peaks = [held(lane.peak, scene.memory_unit) for lane in scene.lanes]
     each = f" (by rank {' '.join(peaks)})" if len(set(peaks)) > 1 and len(peaks) <= 16 else ""
     return text + each + (f" (1 of its units drawn as {time(scene.one, scene)})" if scene.one else "")
+
+
+def shift(amount: float | None, scene: Scene) -> str:
+    """How much earlier or later an action ends than in the timeline that a scene is compared with."""
+    other = scene.against.name if scene.against else ""
+    if amount is None:
+        return f"not in {other}"
+    word = "as" if not amount else "later than" if amount > 0 else "earlier than"
+    return f"{time(abs(amount), scene) + ' ' if amount else ''}{word} in {other}"
+
+
+def tints(scene: Scene) -> list[tuple[tuple[int, ...], str]]:
+    """(tints, what they mean) of a scene that is compared with another one."""
+    if not scene.against:
+        return []
+    bars = [bar for lane in scene.lanes for bar in lane.bars]
+    used, shifts = {bar.shades[0] for bar in bars}, [bar.shift for bar in bars if bar.shift is not None]
+    other = scene.against.name or "the other"
+    words = {
+        (0, 1, 2, 3): f"ends earlier than in {other}, by up to {time(-min(shifts, default=0.0), scene)}",
+        (SAME,): f"as in {other}",
+        (5, 6, 7, 8): f"later, by up to {time(max(shifts, default=0.0), scene)}",
+        (ABSENT,): f"not in {other}",
+    }
+    return [(tints, word) for tints, word in words.items() if used & set(tints)]
 
 
 def figures_of(lane: Lane, scene: Scene) -> str:

@@ -27,6 +27,7 @@ class Bar(NamedTuple):
     shades: tuple[int, ...]
     cause: tuple[int, int] | None  # (lane, index in its bars) of what it waited for
     wait: float  # how long the rank stood idle before it
+    shift: float | None = None  # how much later it ends than in a timeline that it is compared with, if it is there
 
 
 class Lane(NamedTuple):

@@ -18,7 +18,8 @@ from pathlib import Path
 from ...errors import FpipeError
 from ..files import write_bytes
 from . import terminal
-from .scene import Drawable, scenes
+from .difference import against
+from .scene import Drawable, Scene, scenes
 from .shapes import Look
 from .trace import read
 
@@ -33,7 +34,13 @@ FORMATS: dict[str, tuple[str, str]] = {
 }
 
 
-def draw(timeline: Drawable | Sequence[Drawable], *, width: int | None = None, color: bool | None = None) -> str:
+def draw(
+    timeline: Drawable | Sequence[Drawable],
+    *,
+    width: int | None = None,
+    color: bool | None = None,
+    difference: bool = False,
+) -> str:
     """A timeline, or several one over the other, as text for a terminal.
 
     ``width`` defaults to that of the terminal, and ``color`` to whether standard output is a terminal with colours
@@ -54,7 +61,7 @@ def draw(timeline: Drawable | Sequence[Drawable], *, width: int | None = None, c
     if width is None:
         width = shutil.get_terminal_size().columns
     bits = _colour_bits() if color is None else 24 if color else 0
-    return terminal.paint(scenes(timeline), None, max(width, 16), bits)
+    return terminal.paint(compared(timeline, Look(difference=difference)), None, max(width, 16), bits)
 
 
 def save(timeline: Drawable | Sequence[Drawable], path: str | PathLike[str], look: Look | None = None) -> None:
@@ -71,8 +78,14 @@ def save(timeline: Drawable | Sequence[Drawable], path: str | PathLike[str], loo
     if suffix not in FORMATS:
         *most, last = FORMATS
         raise FpipeError(f"no picture is written as {suffix!r} ({fspath(path)}); use {', '.join(most)} or {last}")
-    picture = import_module(f"{__package__}.{FORMATS[suffix][0]}").paint(scenes(timeline), look)
+    picture = import_module(f"{__package__}.{FORMATS[suffix][0]}").paint(compared(timeline, look), look)
     write_bytes(path, picture if isinstance(picture, bytes) else picture.encode())
+
+
+def compared(timeline: Drawable | Sequence[Drawable], look: Look | None) -> tuple[Scene, ...]:
+    """The scenes of timelines; of a difference all but the first are compared with that."""
+    first, *others = scenes(timeline)
+    return first, *(against(first, other) if look and look.difference else other for other in others)
 
 
 def load(paths: str | PathLike[str] | Iterable[str | PathLike[str]]) -> tuple[Drawable, ...]:

@@ -165,7 +165,7 @@ def _bar(bar: Bar, scene: Scene, frame: _Frame, y: float) -> Iterator[Shape]:
     inset = min(0.5, long / 8)
     hint = _hint(bar, scene) if frame.hints else ""
     for k, (part, shade) in enumerate(zip(bar.action.parts, bar.shades, strict=True)):
-        key = f"{part.op}{shade}"
+        key = scene.key(part.op, shade)
         top = y + k * height
         yield Rect(x + inset, top, long - 2 * inset, height, key, hint)
         label = name(part, frame.detail)
@@ -186,6 +186,8 @@ def _hint(bar: Bar, scene: Scene) -> str:
     if bar.cause and bar.wait > 0:
         rank, position = bar.cause
         text += f", waited {labels.number(bar.wait)} for {scene.lanes[rank].bars[position].action} of rank {rank}"
+    if scene.against:
+        text += f"; {labels.shift(bar.shift, scene)}"
     return text
 
 
@@ -238,8 +240,8 @@ class _Item(NamedTuple):
 
 def _items(scenes: Sequence[Scene], look: Look, scale: float) -> Iterator[_Item]:
     dense = all(is_dense(scene, scale) for scene in scenes)
-    shown = 1 if dense else max(scene.shades for scene in scenes)
-    for op, word, _ in labels.legend(scenes):
+    shown = 1 if dense else max([scene.shades for scene in scenes if not scene.against], default=1)
+    for op, word, _ in labels.legend([scene for scene in scenes if not scene.against]):
         yield _Item([(f"{op}{k}", 1.0, "" if k else op) for k in range(shown)], word)
     if shown > 1:
         yield _Item([], "paler: a rank's other stages")
@@ -247,6 +249,9 @@ def _items(scenes: Sequence[Scene], look: Look, scale: float) -> Iterator[_Item]
         yield _Item([], "height: share of the time")
     if any(scene.fused for scene in scenes) and not dense:
         yield _Item([("F0", 0.5, ""), ("B0", 0.5, "")], "fused")
+    for scene in scenes:
+        for tints, word in labels.tints(scene):
+            yield _Item([(f"t{tint}", 1.0, "") for tint in tints], word)
     for cause, word in CAUSES.items():
         if any(cause in scene.idle for scene in scenes):
             yield _Item([(cause, 1.0, "")], f"idle: {word}")

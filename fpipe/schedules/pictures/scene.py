@@ -74,12 +74,17 @@ class Scene:
     unit: str  # of time, "" for that of the cost model
     memory_unit: str  # of what is held
     shades: int  # how many shades there are: a rank's chunks, or chunks times directions
+    against: Scene | None = None  # what it is compared with: then ``shades`` of bars are tints
     one: float = 0.0  # the drawn length of one unit of the cost model, if it was stretched; else 0
 
     @cached_property
     def bars(self) -> int:
         """How many bars there are in all."""
         return sum(len(lane.bars) for lane in self.lanes)
+
+    def key(self, op: str, shade: int) -> str:
+        """The colour of a part of a bar, a key of ``colours.palette``."""
+        return f"t{shade}" if self.against else f"{op}{shade}"
 
     def _parts(self) -> Iterator[Action]:
         return (part for lane in self.lanes for bar in lane.bars for part in bar.action.parts)

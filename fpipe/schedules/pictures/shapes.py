@@ -65,6 +65,8 @@ class Page(NamedTuple):
 class Look:
     """What a picture shows beside the actions, and for which paper and width it is drawn.
 
+    ``difference`` colours the actions of all timelines but the first by how much earlier or later they end than there.
+
     ``dark`` is None for a picture that follows its reader, or light where a format cannot. ``width`` is in pixels; by
     default it follows from the length of the timeline.
     """
@@ -72,6 +74,7 @@ class Look:
     memory: bool = True
     critical: bool = False
     messages: bool = False
+    difference: bool = False
     dark: bool | None = None
     width: float | None = None
 

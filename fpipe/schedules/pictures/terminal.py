@@ -18,7 +18,7 @@ from operator import itemgetter
 from textwrap import wrap
 
 from . import labels
-from .colours import fill, ink, mix, of_256, rgb
+from .colours import fill, ink, mix, of_256, palette, rgb
 from .lanes import Lane
 from .scene import Scene, name
 
@@ -123,9 +123,9 @@ def _row(lane: Lane, scene: Scene, plan: _Plan, colour: bool) -> list[Cell]:
             b = start + (stop - start) * (k + 1) // len(parts)
             label = name(part, plan.detail)
             if colour:
-                row[a:b] = _coloured(label, a, b, fill(part.op, shade, scene.shades), plan.columns)
+                row[a:b] = _coloured(label, a, b, palette(scene.shades)[scene.key(part.op, shade)], plan.columns)
             else:
-                label = label.lower() if shade % 2 and plan.detail < 3 else label
+                label = label.lower() if shade % 2 and plan.detail < 3 and not scene.against else label
                 row[a:b] = _plain(label, a, b, " " if part is parts[-1] else "&", plan.columns)
     return row
 
@@ -175,9 +175,12 @@ def _overview(lane: Lane, scene: Scene, plan: _Plan, colour: bool) -> list[Cell]
     """Each column, in colour each half of one, shows what takes most of its time."""
     if not colour:
         shown = _dominant(lane, plan.columns, plan.scale)
-        return [("." if one is None else (one[0].lower() if one[1] % 2 else one[0]), None) for one in shown]
+        return [
+            ("." if one is None else (one[0].lower() if one[1] % 2 and not scene.against else one[0]), None)
+            for one in shown
+        ]
     halves = _dominant(lane, 2 * plan.columns, 2 * plan.scale)
-    grounds = [None if one is None else fill(*one, scene.shades) for one in halves]
+    grounds = [None if one is None else palette(scene.shades)[scene.key(*one)] for one in halves]
     cells: list[Cell] = []
     for left, right in zip(grounds[::2], grounds[1::2], strict=True):
         if left == right:
@@ -230,6 +233,10 @@ def _legend(scenes: Sequence[Scene], plan: _Plan, width: int, bits: int) -> list
         swatch = [(op, swatch[0][1]), *swatch[1:]] if bits else [(op, None)]
         word = f" {word}"[: max(width - len(swatch), 0)]
         items.append((_ansi(swatch, bits) + word, len(swatch) + len(word)))
+    for scene in scenes if bits else ():
+        for tints, word in labels.tints(scene):
+            swatch = [(" ", ("", palette(1)[f"t{tint}"])) for tint in tints]
+            items.append((_ansi(swatch, bits) + f" {word}"[: max(width - len(swatch), 0)], len(swatch) + len(word) + 1))
     if not bits and max(scene.shades for scene in scenes) == 2 and plan.detail < 3:
         note = "small letters: a rank's other stage"[:width]
         items.append((note, len(note)))

@@ -216,7 +216,7 @@ function paintBars(pen, lane, scene, first, last, y, row, view, state) {
   pen.globalAlpha = 1;
 }
 
-const KINDS = ["F", "B", "I", "W", "tail", "imbalance", "message", "other", "warmup"];  // in a lane, from its foot up
+const KINDS = [...[..."0123456789"].map((k) => "t" + k), "F", "B", "I", "W", "tail", "imbalance", "message", "other", "warmup"];  // in a lane, from its foot up
 
 // Where bars are too narrow: in pieces as long as a rank's work on some microbatches, the share of each kind of work.
 function paintShares(pen, lane, scene, first, last, y, row, view, state) {
@@ -251,7 +251,7 @@ function pieces(scene, view, state, weight = 1) {
 }
 
 function addLane(lane, scene, first, last, add, state) {
-  const kinds = scene.palette.map((entry) => KINDS.indexOf(entry.op));
+  const kinds = scene.palette.map((entry) => KINDS.indexOf(entry.tint ?? entry.op));
   for (let k = first; k <= last; k++) {
     const a = lane.start[k], b = lane.end[k], one = kinds[lane.colour[2 * k]], two = kinds[lane.colour[2 * k + 1]];
     if (one === two) add(a, b, one);
@@ -261,13 +261,13 @@ function addLane(lane, scene, first, last, add, state) {
 }
 
 function shadeOf(scene, op) {
-  const entry = scene.palette.find((one) => one.op === op && one.shade === 0);
+  const entry = scene.palette.find((one) => one.tint ? one.tint === op : one.op === op && one.shade === 0);
   return entry ? paintOf(entry).colour : "";
 }
 
 // Pieces of shares over one another; equal neighbours are one rectangle.
 function paintStacks(pen, shares, count, low, scene, view, y, height) {
-  const colours = KINDS.map((kind, k) => k < 4 ? shadeOf(scene, kind) : theme[kind]), step = view.step_, kinds = KINDS.length;
+  const colours = KINDS.map((kind) => theme[kind] ?? shadeOf(scene, kind)), step = view.step_, kinds = KINDS.length;
   const x = (c) => Math.round(view.x(Math.min((c + low) * step, scene.total)));
   const under = new Float64Array(count);
   for (let kind = 0; kind < kinds; kind++) {

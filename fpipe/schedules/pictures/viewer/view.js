@@ -331,8 +331,9 @@ function head() {
 // Swatches with a word: kinds of work with their shades, causes of idle time, curves and lines that are shown.
 function legend() {
   const {scenes} = state, items = [];
-  const shades = Math.max(...scenes.map((scene) => scene.shades));
-  const widest = scenes.find((scene) => scene.shades === shades);
+  const plain = scenes.filter((scene) => !scene.tints?.length);
+  const shades = Math.max(...plain.map((scene) => scene.shades));
+  const widest = plain.find((scene) => scene.shades === shades);
   const swatch = (colours, kind, word) => {
     const span = document.createElement("span"), box = element("i", "", kind);
     for (const [colour, ink, letter] of colours) {
@@ -345,13 +346,16 @@ function legend() {
     items.push(span);
   };
   for (const op of "FBIW") {
-    if (!scenes.some((scene) => scene.ops.includes(op))) continue;
-    const scene = widest.ops.includes(op) ? widest : scenes.find((one) => one.ops.includes(op));
+    if (!plain.some((scene) => scene.ops.includes(op))) continue;
+    const scene = widest.ops.includes(op) ? widest : plain.find((one) => one.ops.includes(op));
     const entries = scene.palette.filter((entry) => entry.op === op).map(paintOf);
     swatch(entries.map(({colour, ink}, k) => [colour, ink, k ? "" : op]), "", WORDS[op]);
   }
   if (shades > 1) items.push(element("span", "paler: a rank's other stages"));
-  if (scenes.some((scene) => scene.fused)) swatch(["F", "B"].map((op) => [shadeOf(scenes.find((one) => one.fused), op), "", ""]), "fused", "fused");
+  if (plain.some((scene) => scene.fused)) swatch(["F", "B"].map((op) => [shadeOf(plain.find((one) => one.fused), op), "", ""]), "fused", "fused");
+  for (const scene of scenes) {
+    for (const [tints, word] of scene.tints ?? []) swatch(tints.map((tint) => [shadeOf(scene, "t" + tint), "", ""]), "", word);
+  }
   for (const [cause, word] of Object.entries(IDLE)) {
     if (scenes.some((scene) => scene.used.has(cause))) swatch([[theme[cause], "", ""]], "", `idle: ${word}`);
   }
