@@ -127,7 +127,8 @@ def zoo() -> tuple[str, dict[str, bytes]]:
         "of one microbatch on all stages of a rank. p is the number of ranks, m the number of microbatches, r a rank,",
         "v the number of stages per rank, w the number of waves, k the number of slices of a microbatch,",
         f"which is {K} in the pictures.", "",
-        "[Choose a schedule](howto/choose.md) · [Sliders for counts and costs](fpipe.html) · `fpipe compare` compares all of them for other counts and costs", "",
+        "[Choose a schedule](howto/choose.md) · [Sliders for counts and costs](fpipe.html) · `fpipe compare` compares",
+        "all of them for other counts and costs", "",
     ]  # fmt: skip
     pictures: dict[str, bytes] = {}
     for name in fpipe.schedule_names():

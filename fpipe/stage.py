@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, cast, get_args, runtime_checkable
 
 import torch
 from torch.fx.traceback import annotate
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from .devices import distrusted
 from .errors import StageError
 
+F = TypeVar("F", bound=Callable[..., Any])
 Engine: TypeAlias = Literal["trace", "eager"]
 #: The end of the name of a stage in a mode.
 _MODES = {True: " in training", False: " in evaluation"}
@@ -213,7 +214,7 @@ class Remat(_Wrapper):
             return self.fn(*args, **kwargs)
 
 
-def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
+def remat(fn: F) -> F:
     """Recompute ``fn`` in the backward: the forward saves its inputs and its random draws only.
 
     One recompute serves input and weight gradients. Works for a whole stage and for a part of one.
@@ -229,7 +230,7 @@ def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
     >>> programs.saved
     ('x0', 'p0')
     """
-    return Remat(fn)
+    return cast(F, Remat(fn))
 
 
 #: What a call of a block does while a stage is traced.
@@ -244,7 +245,7 @@ class Block(_Wrapper):
         return self.fn(*args, **kwargs) if handler is None else handler(self, args, kwargs)
 
 
-def block(fn: Callable[..., Any]) -> Callable[..., Any]:
+def block(fn: F) -> F:
     """Trace ``fn`` once for all its calls with arguments of equal shapes, as for the equal layers of a stage.
 
     The first trace of a stage of many layers then takes about as long as that of one layer. Programs and results are
@@ -267,7 +268,7 @@ def block(fn: Callable[..., Any]) -> Callable[..., Any]:
     >>> trace(stage, [torch.eye(2)] * 3, torch.ones(1, 2)).forward.code.count("tanh(")
     3
     """
-    return Block(fn)
+    return cast(F, Block(fn))
 
 
 def with_defaults(stage: Stage, engine: Engine, compile: str | None = None) -> Stage:

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Container, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..errors import LaunchError
 from .outcome import GRACE, Report, call, collect, environment, results, store
@@ -36,10 +36,13 @@ _LOOK = 60.0  #: seconds between two looks at the launcher, whose end a process 
 _TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of mallopt(3)
 
 
+T = TypeVar("T")
+
+
 def launch(
-    fn: Callable[..., Any], *args: Any, ranks: int, timeout: float | None = None, start: str | None = None,
+    fn: Callable[..., T], *args: Any, ranks: int, timeout: float | None = None, start: str | None = None,
     env: dict[str, str] | None = None, on: str = "processes",
-) -> list[Any]:  # fmt: skip
+) -> list[T]:  # fmt: skip
     """Run ``fn(*args)`` on ``ranks`` processes of this machine, and return the results by rank.
 
     Inside, ``fpipe.init()`` connects the ranks. On Linux, the processes keep freed memory for their next step, unless a

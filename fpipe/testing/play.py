@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from ..collectives.local import check_ranks
 from ..errors import GroupError, LaunchError, PeerError, StalledError
@@ -14,6 +14,7 @@ from .fake import FakeGroup, Network
 from .faults import Fault, check_fault
 from .world import Killed, RankState, World
 
+T = TypeVar("T")
 Order: TypeAlias = Literal["buffered", "lockstep"]
 
 
@@ -33,9 +34,9 @@ class Outcome:
 
 
 def run(
-    fn: Callable[[FakeGroup], Any], ranks: int, *, order: Order = "buffered", seed: int = 0,
+    fn: Callable[[FakeGroup], T], ranks: int, *, order: Order = "buffered", seed: int = 0,
     faults: Sequence[Fault] = (), timeout: float = 60.0,
-) -> list[Any]:  # fmt: skip
+) -> list[T]:  # fmt: skip
     """Run ``fn(group)`` on fake ranks in this process; the results by rank.
 
     One rank runs at a time: the same seed gives the same run.

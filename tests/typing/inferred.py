@@ -96,6 +96,13 @@ def of_transforms(params: list[Leaves], grads: list[Leaves]) -> None:
     assert_type(fpipe.apply_updates(params, updates), list[Leaves])
 
 
+def of_processes(params: list[Leaves]) -> None:
+    """Results by rank, and functions that stand for others."""
+    assert_type(fpipe.launch(len, [1, 2], ranks=2), list[int])
+    assert_type(fpipe.testing.run(lambda group: str(group.rank), ranks=2), list[str])
+    assert_type(fpipe.pipeline([fpipe.remat(layer), fpipe.block(layer)]), Pipeline[Tensor, None])
+
+
 def of_schedules() -> None:
     """Schedules and what follows from them."""
     schedule = fpipe.make_schedule("ZBV", 4, 8)
