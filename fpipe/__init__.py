@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 _TABLE = {
     "collectives.local": "local",
     "collectives.setup": "adopt init",
+    "collectives.quorum": "quorum",
     "command.launch": "launch",
     "command.loop": "Loop",
     "errors": "ActionError BatchError CheckpointError DeadlockError FpipeError GroupError LaunchError MismatchError"
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from . import testing as testing
     from .collectives import ops as ops
     from .collectives.local import local as local
+    from .collectives.quorum import quorum as quorum
     from .collectives.setup import adopt as adopt
     from .collectives.setup import init as init
     from .command.launch import launch as launch

@@ -72,16 +72,16 @@ class BoundedStore:
     (None, True, b'value', 1)
     """
 
-    def __init__(self, store: Store, seconds: float, pause: float = 0.0):
+    def __init__(self, store: Store, seconds: float, pause: float = 0.0, secret: str | None = None):
         self.seconds, self.pause = seconds, pause
-        self._secret = os.environ.get(SECRET, "").encode()
-        self._store = store
+        self._secret = (os.environ.get(SECRET, "") if secret is None else secret).encode()
+        self.raw = store
         self._calls: SimpleQueue[_Call] | None = None
         self._lost_at = float("-inf")
 
     def bounded(self, seconds: float, pause: float) -> BoundedStore:
         """The same store over another connection, with other bounds."""
-        return BoundedStore(self._store, seconds, pause)
+        return BoundedStore(self.raw, seconds, pause, self._secret.decode())
 
     def set(self, key: str, value: str | bytes) -> None:
         """Store a value."""
@@ -89,9 +89,16 @@ class BoundedStore:
         sealed: Any = self._sealed(key, raw)
         self._run(lambda store: store.set(key, sealed))
 
+    def settle(self, key: str, value: bytes) -> bytes:
+        """Store a value unless there is one; the value that is there then."""
+        sealed: Any = self._sealed(key, value)
+        return self._opened(key, self._run(lambda store: store.compare_set(key, "", sealed)))
+
     def get(self, key: str) -> bytes:
         """The value of a key that is set."""
-        raw = self._run(lambda store: store.get(key))
+        return self._opened(key, self._run(lambda store: store.get(key)))
+
+    def _opened(self, key: str, raw: bytes) -> bytes:
         if not self._secret:
             return raw
         signature, nonce, value = raw[:_SIGNATURE], raw[_SIGNATURE:_HEAD], raw[_HEAD:]
@@ -155,7 +162,7 @@ class BoundedStore:
             raise _no_answer(self.seconds)
         if self._calls is None:
             self._calls = SimpleQueue()
-            args = (self._store, timedelta(seconds=self.seconds), self._calls)
+            args = (self.raw, timedelta(seconds=self.seconds), self._calls)
             threading.Thread(target=_serve, args=args, name="fpipe-store", daemon=True).start()
             weakref.finalize(self, self._calls.put, _Call(None))
         call, seconds = _Call(function), min(seconds, self.seconds)

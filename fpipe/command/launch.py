@@ -20,11 +20,12 @@ import warnings
 from collections.abc import Callable, Container, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, overload
 
 from ..errors import LaunchError
 from .outcome import GRACE, Report, call, collect, environment, results, store
 from .ray import launch as on_ray
+from .supervisor import Supervisor
 
 _LOOPBACK = "127.0.0.1"
 #: Imported once, before the processes are forked: what a first step imports takes each process seconds. Fake tensors
@@ -39,10 +40,20 @@ _TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of mallopt(3)
 T = TypeVar("T")
 
 
+@overload
 def launch(
     fn: Callable[..., T], *args: Any, ranks: int, timeout: float | None = None, start: str | None = None,
-    env: dict[str, str] | None = None, on: str = "processes",
-) -> list[T]:  # fmt: skip
+    env: dict[str, str] | None = None, on: str = "processes", copies: None = None,
+) -> list[T]: ...  # fmt: skip
+@overload
+def launch(
+    fn: Callable[..., T], *args: Any, ranks: int, timeout: float | None = None, start: str | None = None,
+    env: dict[str, str] | None = None, copies: int, restarts: int = 3,
+) -> list[list[T] | None]: ...  # fmt: skip
+def launch(
+    fn: Callable[..., Any], *args: Any, ranks: int, timeout: float | None = None, start: str | None = None,
+    env: dict[str, str] | None = None, on: str = "processes", copies: int | None = None, restarts: int = 3,
+) -> list[Any]:  # fmt: skip
     """Run ``fn(*args)`` on ``ranks`` processes of this machine, and return the results by rank.
 
     Inside, ``fpipe.init()`` connects the ranks. On Linux, the processes keep freed memory for their next step, unless a
@@ -59,9 +70,13 @@ def launch(
         on: ``"processes"`` of this machine, or ``"ray"``: one actor of a Ray cluster for each rank, each with an
             accelerator if the cluster has some (``"ray:NPU"`` and ``"ray:CPU"`` name the resource of each); it needs
             ``pip install fpipe[ray]``.
+        copies: run several copies of the pipeline, each on ``ranks`` processes of its own, for
+            ``fpipe.Loop(quorum=fpipe.quorum())``: the loss of a copy does not stop the others.
+        restarts: how often each copy is started again after a failure, until another one has ended.
 
     Returns:
-        What ``fn`` returned, by rank; it must be picklable.
+        What ``fn`` returned, by rank; it must be picklable. With ``copies=``, such a list for each copy, or ``None``
+        for one that was lost.
 
     Raises:
         LaunchError: if a process failed or the time is over; it names the rank that failed first.
@@ -75,12 +90,24 @@ def launch(
     kind, _, resource = on.partition(":")
     if kind == "ray" and start is None:
         return on_ray(partial(fn, *args), ranks, timeout, env or {}, resource or None)
+    if copies is not None:
+        return Supervisor(partial(_copy, partial(fn, *args), ranks, timeout, env or {}, start), copies, restarts).run()
     if on != "processes":
         raise LaunchError(f"on={on!r} with start={start!r}; give on='processes', or on='ray' without start=")
     return _on_processes(partial(fn, *args), ranks, timeout, env or {}, _context(start, fn))
 
 
-def _on_processes(fn: partial[Any], ranks: int, timeout: float | None, env: dict[str, str], context: Any) -> list[Any]:
+def _copy(
+    fn: partial[Any], ranks: int, timeout: float | None, env: dict[str, str], start: str | None,
+    known: dict[str, str], lost: Callable[[], None],
+) -> list[Any]:  # fmt: skip
+    return _on_processes(fn, ranks, timeout, env | known, _context(start, fn.func), lost)
+
+
+def _on_processes(
+    fn: partial[Any], ranks: int, timeout: float | None, env: dict[str, str], context: Any,
+    on_failure: Callable[[], None] = lambda: None,
+) -> list[Any]:  # fmt: skip
     tcp_store, secret = store(_LOOPBACK), secrets.token_hex(16)
     env = (
         {"GLOO_SOCKET_IFNAME": "lo"} | env
@@ -93,7 +120,7 @@ def _on_processes(fn: partial[Any], ranks: int, timeout: float | None, env: dict
         for rank in range(ranks):
             children.append(_start(context, fn, environment(rank, ranks, tcp_store, secret) | env))
         of_pipe = {child.pipe: child for child in children}
-        reports = collect(list(of_pipe), wait, lambda pipe: of_pipe[pipe].read(), timeout)
+        reports = collect(list(of_pipe), wait, lambda pipe: of_pipe[pipe].read(), timeout, on_failure)
         return results(reports, ranks, timeout)
     finally:
         _end(children, reports)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
+from ..collectives.quorum import Quorum
 from ..errors import CheckpointError, StageError, UnsupportedError
 from ..running.gradients import value_and_grad
 from ..running.pipeline import Pipeline
@@ -32,6 +33,7 @@ from ..saving.manifest import NAME, is_complete
 from ..saving.save import Saving, save
 from ..transforms import Transform, apply_updates
 from ..transforms.finite import LossScaleState
+from ..tree import flatten, unflatten
 
 _FOLDER = re.compile(r"step-(\d{9,})")
 #: What is logged of a step: its number, loss and seconds.
@@ -76,6 +78,9 @@ class Loop:
         keep: how many checkpoints stay.
         keep_every: checkpoints of multiples of this step stay too; 0: none.
         log: called with a record of each step, on the first process; by default records are lines of ``log.jsonl``.
+        quorum: ``fpipe.quorum()`` where several copies of the pipeline train together and some may be lost: the others
+            go on with the mean of their gradients, and a copy that was started again takes over their state. Each
+            record has the number of ``copies`` that took part. Which data a copy trains on is up to ``batch``.
 
     >>> import tempfile, fpipe
     >>> pipe = fpipe.pipeline(
@@ -96,6 +101,7 @@ class Loop:
     keep: int = 3
     keep_every: int = 0
     log: Callable[[Record], object] | None = None
+    quorum: Quorum | None = None
 
     def __post_init__(self) -> None:
         if self.pipe.config.loss is None or self.pipe.config.stateful:
@@ -105,6 +111,8 @@ class Loop:
             )
         if tensor_parallel(self.pipe)[1] > 1:
             raise UnsupportedError("Loop does not work with tp=; write a loop with fpipe.save and fpipe.load")
+        if self.quorum is not None and self.pipe.copies is not None:
+            raise UnsupportedError("Loop takes dp= of the pipeline or quorum=, not both; leave one of them out")
         if self.every < 1 or self.keep < 1 or self.keep_every < 0:
             raise CheckpointError(
                 f"every={self.every}, keep={self.keep}, keep_every={self.keep_every}; a loop writes a checkpoint every "
@@ -153,7 +161,12 @@ class Loop:
     @property
     def _first(self) -> bool:
         copies = self.pipe.copies
-        return 0 in self.pipe.group.here and (copies is None or copies.part == 0)
+        return 0 in self.pipe.group.here and (copies is None or copies.part == 0) and self._leads
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this copy writes checkpoints and the log: the first of those that take part."""
+        return self.quorum is None or self.quorum.members[0].copy == self.quorum.copy
 
     def _latest(self) -> int | None:
         """The last complete checkpoint, as the first process sees it."""
@@ -164,7 +177,7 @@ class Loop:
         return None if rows[0] < 0 else rows[0]
 
     def _save(self, now: Trained, batch: object) -> Saving | None:
-        if self.path is None:
+        if self.path is None or not self._leads:
             return None
         position = batch.state_dict() if isinstance(batch, Stateful) else None
         more = {"state": now.state, "step": now.step, "seed": self.pipe.config.seed, "data": self._by_copy(position)}
@@ -216,14 +229,17 @@ class Loop:
         (2, [tensor([0.8100]), tensor([0.8100])])
         """
         with _signalled() as signalled:
-            now, saving = self._start(params, batch), None
-            log = self._logger(now.step)
+            now, saving = self._begin(params, batch), None
+            log, leads = self._logger(now.step), self._leads
             step_of = value_and_grad(self.pipe)
             while now.step < steps:
                 began = time.perf_counter()
                 loss, now = self._step(step_of, now, batch)
+                if leads != self._leads:
+                    log, leads = self._logger(now.step - 1), self._leads
                 if log is not None:
-                    log({"step": now.step, "loss": loss.item(), "seconds": round(time.perf_counter() - began, 6)})
+                    seconds = round(time.perf_counter() - began, 6)
+                    log({"step": now.step, "loss": loss.item(), "seconds": seconds, **self._took_part()})
                 stop = self._stops(bool(signalled))
                 if now.step % self.every == 0 or now.step == steps or stop:
                     self._finish(saving)
@@ -231,9 +247,31 @@ class Loop:
                 if stop:
                     break
             self._finish(saving)
+            if self.quorum is not None:
+                self.quorum.leave(-1 if now.step < steps else now.step)
         if signalled:
             signal.raise_signal(signalled[0])
         return now
+
+    def _begin(self, params: Sequence[Any], batch: object) -> Trained:
+        """Where the other copies are, the last complete checkpoint, or the beginning."""
+        if self.quorum is None:
+            return self._start(params, batch)
+        if isinstance(batch, Stateful):
+            raise UnsupportedError("with quorum=, data must depend on the step and the copy alone; give a function")
+        if not self.quorum.running(self.pipe.group):
+            return self._joined(self._start(params, batch))
+        now = self._joined(Trained(list(params), self.tx.init(params), -1))
+        return self._start(params, batch) if now.step < 0 else now  # the others were lost in the meantime
+
+    def _joined(self, now: Trained) -> Trained:
+        """The state of all copies, once they have met."""
+        assert self.quorum is not None
+        (params, state), step = self.quorum.join(self.pipe.group, (now.params, now.state), now.step)
+        return Trained(params, state, step)
+
+    def _took_part(self) -> Record:
+        return {} if self.quorum is None else {"copies": len(self.quorum.members)}
 
     def _start(self, params: Sequence[Any], batch: object) -> Trained:
         """The last complete checkpoint, or the beginning."""
@@ -258,15 +296,28 @@ class Loop:
         return Trained(params, state, step)
 
     def _step(self, step_of: Callable[..., Any], now: Trained, batch: Callable[[int], Batch]) -> tuple[Any, Trained]:
+        if self.quorum is not None and self.quorum.changed:
+            now = self._joined(now)
         args: Any = batch(now.step)
         sides: dict[str, Any] = {}
         if len(args) == 2 and isinstance(args[0], (tuple, list)) and isinstance(args[1], dict):
             args, sides = args
-        options = {"loss_scale": _scale_of(now.state), "seed": seed_of(self.pipe.config.seed, now.step)}
+        copy = 0 if self.quorum is None else self.quorum.copy
+        options = {"loss_scale": _scale_of(now.state), "seed": seed_of(self.pipe.config.seed, now.step, copy)}
         loss, grads = step_of(now.params, *args, **options, **sides)
+        if self.quorum is not None:
+            loss, grads = self._mean(loss, grads, now)
         tx = self.tx
         updates, state = tx.update(grads, now.state, now.params)
         return loss, Trained(apply_updates(now.params, updates), state, now.step + 1)
+
+    def _mean(self, loss: Any, grads: Any, now: Trained) -> Any:
+        """The means over the copies that take part; those that were lost in this step have no share in it."""
+        assert self.quorum is not None
+        leaves, spec = flatten((loss, grads))
+        while (means := self.quorum.mean(leaves, now.step)) is None:
+            self._joined(now)
+        return unflatten(spec, means)
 
     def _stops(self, signalled: bool) -> bool:
         """Whether a process got a signal: all of them stop after the same step."""
@@ -300,15 +351,16 @@ def _number(line: str) -> float:
         return float("inf")
 
 
-def seed_of(seed: int | None, step: int) -> int | None:
-    """The seed of a step.
+def seed_of(seed: int | None, step: int, copy: int = 0) -> int | None:
+    """The seed of a step, for one of several copies.
 
     >>> seed_of(None, 3) is None, seed_of(1, 3) == seed_of(1, 3), seed_of(1, 3) == seed_of(1, 4)
     (True, True, False)
     """
     if seed is None:
         return None
-    return int.from_bytes(blake2b(f"{seed}/{step}".encode(), digest_size=7).digest(), "big")
+    text = f"{seed}/{step}" if copy == 0 else f"{seed}/{step}/{copy}"
+    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 def _scale_of(state: Any) -> Any:

@@ -46,11 +46,11 @@ def environment(rank: int, ranks: int, tcp_store: Any, secret: str) -> dict[str,
     }
 
 
-def store(address: str) -> Any:
+def store(address: str, port: int = 0) -> Any:
     """A store in the launcher, which outlives every rank; it listens on this address alone."""
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # slow, and only needed here
 
-    listener = socket.create_server((address, 0))  # TCPStore itself would listen on all interfaces
+    listener = socket.create_server((address, port))  # TCPStore itself would listen on all interfaces
     port = listener.getsockname()[1]
     return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
@@ -76,11 +76,12 @@ def call(fn: Callable[[], Any], rank: int, dumps: Callable[[Any], bytes] = pickl
 
 def collect(
     handles: Sequence[Handle], wait: Callable[[list[Handle], float | None], Iterable[Any]],
-    read: Callable[[Any], Report], timeout: float | None,
+    read: Callable[[Any], Report], timeout: float | None, on_failure: Callable[[], None] = lambda: None,
 ) -> dict[int, Report]:  # fmt: skip
     """The reports by rank; after a failure, the other ranks have ``GRACE`` seconds to report theirs.
 
-    ``wait(handles, seconds)`` returns the handles of those that have reported, and ``read(handle)`` the report.
+    ``wait(handles, seconds)`` returns the handles of those that have reported, and ``read(handle)`` the report;
+    ``on_failure`` is called after the first failure.
     """
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     pending = {handle: rank for rank, handle in enumerate(handles)}
@@ -91,6 +92,7 @@ def collect(
             reports[pending.pop(handle)] = read(handle)
         if not failed and not all(report.ok for report in reports.values()):
             failed, deadline = True, time.monotonic() + GRACE
+            on_failure()
     return reports
 
 

@@ -350,7 +350,20 @@ def test_help_tells_how_completion_is_switched_on(capsys: pytest.CaptureFixture[
         assert f"_FPIPE_COMPLETE={shell_name}_source fpipe" in out
 
 
-METAVARS = {"SCHEDULE", "FILE", "DIR", "COSTS", "N", "SECONDS", "LIMIT", "PATTERN", "NAME", "FILE:FUNCTION", "FILE|DIR"}
+METAVARS = {
+    "SCHEDULE",
+    "FILE",
+    "DIR",
+    "COSTS",
+    "N",
+    "SECONDS",
+    "LIMIT",
+    "PATTERN",
+    "NAME",
+    "FILE:FUNCTION",
+    "HOST:PORT",
+    "FILE|DIR",
+}
 
 
 def test_there_is_one_metavar_for_each_kind_of_thing():

@@ -170,8 +170,9 @@ def test_no_regression():
     """Figures of the whole package that were reached once; ``python tests/helpers/structure.py`` prints them."""
     assert PACKAGE.levels <= 8
     assert PACKAGE.total("group_getattrs") == 0
-    # three have interfaces of torch.distributed.pipelining and verl, four the state of the solver, one its choices
-    assert len(PACKAGE.mutated_classes) <= 38
+    # three have interfaces of torch.distributed.pipelining and verl, four the state of the solver, one its choices, one
+    # the members of a quorum, one the results of its copies
+    assert len(PACKAGE.mutated_classes) <= 40
     assert len(PACKAGE.long_functions) <= 2
     assert PACKAGE.total("ignores") <= 32
 
