@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import GroupError
 from ..tree import Tree, flatten, unflatten
-from ._store import Store
+from ._store import Store, gloo
 from .data import decode, encode
 
 LOOK = 0.05  #: seconds between two looks for a change of members
@@ -44,8 +44,7 @@ class Peers:
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float, disturbed: Callable[[], bool]):
         self.rank, self.size, self._timeout, self._disturbed = rank, size, timeout, disturbed
-        make: Callable[..., Any] = dist.ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
-        self._group: Any = make(store, rank, size, timedelta(seconds=timeout)) if size > 1 else None
+        self._group: Any = gloo(store, rank, size, timedelta(seconds=timeout)) if size > 1 else None
 
     def means(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The means of tensors over the members, added in their order; of several tensors at once, by dtype."""

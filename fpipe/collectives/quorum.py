@@ -18,12 +18,11 @@ from datetime import timedelta
 from itertools import count
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
-import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import GroupError
 from ..tree import Tree
-from ._store import prefixed
+from ._store import connected, prefixed
 from .bounded import BoundedStore
 from .data import decode, encode
 from .group import Group
@@ -299,10 +298,8 @@ def quorum(*, timeout: float = 60.0) -> Quorum | None:
 
 
 def _store(host: str, port: int, timeout: float) -> BoundedStore:
-    seconds = timedelta(seconds=timeout)
-    make: Callable[..., Any] = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
     try:
-        store = make(host, port, is_master=False, timeout=seconds)
+        store = connected(host, port, timedelta(seconds=timeout))
     except RuntimeError as error:
         raise GroupError(f"the store of the copies at {host}:{port} cannot be reached: {error}") from error
     return BoundedStore(store, timeout, secret=os.environ.get(SECRET, ""))
