@@ -22,8 +22,8 @@ from .options import Count
 @click.option("-p", "--ranks", metavar="N", type=Count(), default=1, show_default=True, help="Processes of a copy.")
 @click.option("--restarts", metavar="N", type=Count(0), default=3, show_default=True, help="Of each copy that fails.")
 @click.option("--serve", metavar="HOST:PORT", help="Serve copies on other machines, and start none.")
-@click.argument("script", required=False, type=click.Path(exists=True, dir_okay=False))
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.argument("script", metavar="[FILE]", required=False, type=click.Path(exists=True, dir_okay=False))
+@click.argument("arguments", metavar="[ARGUMENT]...", nargs=-1, type=click.UNPROCESSED)
 def copies(
     copies: int, ranks: int, restarts: int, serve: str | None, script: str | None, arguments: tuple[str, ...]
 ) -> None:
@@ -36,7 +36,7 @@ def copies(
         _serve(serve, copies)
         return
     if script is None:
-        raise click.UsageError("give a script, or --serve HOST:PORT")
+        raise click.UsageError("give the file of a script, or --serve HOST:PORT")
     launch(_script, script, arguments, ranks=ranks, copies=copies, restarts=restarts)
 
 

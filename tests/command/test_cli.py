@@ -362,6 +362,7 @@ METAVARS = {
     "NAME",
     "FILE:FUNCTION",
     "HOST:PORT",
+    "ARGUMENT",
     "FILE|DIR",
 }
 

@@ -281,7 +281,7 @@ def test_what_a_loop_refuses(tmp_path: Path):
 
 def test_the_command():
     assert "Run a script as several copies" in CliRunner().invoke(copies, ["--help"]).output
-    assert "give a script, or --serve HOST:PORT" in CliRunner().invoke(copies, []).output
+    assert "give the file of a script, or --serve HOST:PORT" in CliRunner().invoke(copies, []).output
     assert "is not HOST:PORT" in CliRunner().invoke(copies, ["--serve", "x"]).output
 
 
