@@ -371,6 +371,14 @@ def test_every_message_is_a_line_where_they_are_asked_for(name: str):
     assert not any(s.colour == "message-line" for s in layout.page(scenes(t)).shapes)
 
 
+def test_thousands_of_messages_are_one_element(tmp_path: Path):
+    t = timeline("1F1B", 16, 64)
+    t.save(tmp_path / "a.svg", messages=True)
+    root = ElementTree.parse(tmp_path / "a.svg")
+    (path,) = [p for p in root.iter(f"{SVG}path") if p.attrib["class"] == "message-linel"]
+    assert path.attrib["d"].count("M") == t.messages
+
+
 def test_memory_curves_reach_the_peaks():
     t = timeline("1F1B")
     page = layout.page(scenes(t))

@@ -259,7 +259,7 @@ def _items(scenes: Sequence[Scene], look: Look, scale: float) -> Iterator[_Item]
         yield _Item([("curve", 0.3, "")], "memory that the rank holds")
     if look.critical:
         yield _Item([("mark", 0.2, "")], "critical path")
-    if look.messages:
+    if look.messages and not dense:
         yield _Item([("message-line", 0.1, "")], "message")
 
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from html import escape
+from itertools import groupby
+from typing import cast
 
 from .page import page
 from .scene import Scene
@@ -33,15 +35,19 @@ def inline(scenes: Sequence[Scene], look: Look | None = None) -> str:
 def write(drawn: Page, *, alt: str = "", dark: bool | None = None, own: str = "") -> str:
     """A page as SVG, for light, dark or the reader's paper; ``own`` is an id that its style is bound to."""
     width, height = _n(drawn.width), _n(drawn.height)
-    kind = f'id="{own}"' if own else 'style="max-width:100%;height:auto"'
+    place = f'id="{own}"' if own else 'style="max-width:100%;height:auto"'
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'font-family="{FONT}" role="img" {kind}>',
+        f'font-family="{FONT}" role="img" {place}>',
         f"<title>{escape(_clean(alt))}</title>",
         f"<style>{''.join(_style(drawn, dark, f'#{own} ' if own else ''))}</style>",
         f'<rect class="paper" width="{width}" height="{height}" rx="8"/>',
     ]
-    return "\n".join([*lines, *map(_shape, drawn.shapes), "</svg>", ""])
+    kind = lambda shape: isinstance(shape, Path) and shape.width > 0 and shape[1:]
+    for line, group in groupby(drawn.shapes, kind):
+        shapes = list(group)  # thousands of lines of one kind, such as messages, are one element
+        lines += [_path(*cast("list[Path]", shapes))] if line else map(_shape, shapes)
+    return "\n".join([*lines, "</svg>", ""])
 
 
 def _class(shape: Shape) -> str:
@@ -86,11 +92,19 @@ def _text(t: Text) -> str:
     return f'<text class="{_class(t)}{kind}" {place}>{escape(_clean(t.text))}</text>'
 
 
-def _path(p: Path) -> str:
+def _path(p: Path, *more: Path) -> str:
+    """Paths of one kind as one element."""
+    text = "".join(_outline(one.points) for one in (p, *more))
+    width = f' stroke-width="{_n(p.width)}"' if p.width else ""
+    opacity = f' opacity="{_n(p.opacity)}"' if p.opacity < 1 else ""
+    return f'<path class="{_class(p)}"{width}{opacity} d="{text}"/>'
+
+
+def _outline(points: Sequence[tuple[float, float]]) -> str:
     """Steps are written as differences along one axis, which are shorter."""
-    (x, y), text = ((round(v, 1) for v in p.points[0]), "")
+    x, y = (round(value, 1) for value in points[0])
     text = f"M{_n(x)} {_n(y)}"
-    for point in p.points[1:]:
+    for point in points[1:]:
         there, down = round(point[0], 1), round(point[1], 2)
         across, along = _n(there - x), _n(down - y)
         if across == "0" or along == "0":
@@ -98,9 +112,7 @@ def _path(p: Path) -> str:
         else:
             text += f"l{across} {along}"
         x, y = there, down
-    width = f' stroke-width="{_n(p.width)}"' if p.width else ""
-    opacity = f' opacity="{_n(p.opacity)}"' if p.opacity < 1 else ""
-    return f'<path class="{_class(p)}"{width}{opacity} d="{text}"/>'
+    return text
 
 
 def _n(value: float) -> str:

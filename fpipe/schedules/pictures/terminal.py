@@ -66,7 +66,8 @@ def paint(scenes: Sequence[Scene], look: object = None, width: int = 160, colour
     lines.append("")
     for scene in scenes:
         figures = (f"{scene.name or 'schedule'}: " if len(scenes) > 1 else "") + labels.figures(scene)
-        lines += wrap(figures, width, subsequent_indent="  ")
+        for text in (figures, labels.idle(scene), labels.note(scene)):
+            lines += wrap(text, width, subsequent_indent="  ")
     lines += _legend(scenes, plan, width, colour)
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
