@@ -36,6 +36,19 @@ class Carries(NamedTuple):
 NO_CARRIES = Carries()
 
 
+class Apart(NamedTuple):
+    """Whether carries are copied, and whether their gradients are: one does not change the other's strides."""
+
+    values: bool = False
+    gradients: bool = False
+
+    def __or__(self, other: Apart) -> Apart:  # type: ignore[override]
+        return Apart(self.values or other.values, self.gradients or other.gradients)
+
+
+NO_COPIES = Apart()
+
+
 class Same:
     """A value that can be hashed and is equal to itself alone."""
 
@@ -53,8 +66,8 @@ class Same:
 class SliceCall:
     """A stage function with a carry as the function of a slice. Equal for the same function and kind of slice.
 
-    ``apart``: carries are copied on their way in and out, and their gradients too, so that none of them is another
-    value that the stage gets or returns.
+    ``apart``: what is copied of carries on their way in and out, so that none of them is another value that the stage
+    gets or returns.
     """
 
     fn: Callable[..., Any]
@@ -63,7 +76,7 @@ class SliceCall:
     initial: Same
     first: bool
     last: bool
-    apart: bool
+    apart: Apart
 
     @property
     def kind(self) -> Hashable:
@@ -76,7 +89,7 @@ class SliceCall:
             carry = self._start(params, x)
         else:
             x, carry = x
-        carry = tree.tree_map(_copied, carry) if self.apart else carry
+        carry = self._copied(carry)
         out = self.fn(params, *state, carry, x, **side)
         if not isinstance(out, tuple) or len(out) != 2 + len(self.extras):
             what = f"a tuple of {len(out)}" if isinstance(out, tuple) else f"a {type(out).__name__}"
@@ -85,9 +98,14 @@ class SliceCall:
                 f"returned {what}"
             )
         y, carry, *extras = out
-        carry = tree.tree_map(_copied, carry) if self.apart else carry
+        carry = self._copied(carry)
         result = y if self.last else (y, carry)
         return (result, *extras) if extras else result
+
+    def _copied(self, carry: Tree) -> Tree:
+        if not any(self.apart):
+            return carry
+        return tree.tree_map(lambda leaf: _Copy.apply(leaf, *self.apart) if tree.is_tensor(leaf) else leaf, carry)
 
     def _start(self, params: Tree, x: Tree) -> Tree:
         """The carry of the first slice."""
@@ -99,28 +117,24 @@ class SliceCall:
 
 
 class _Copy(torch.autograd.Function):
-    """A copy whose gradient is a copy."""
+    """The same values, as a copy or not, whose gradient is a copy or not."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
+    def forward(x: torch.Tensor, values: bool, gradients: bool) -> torch.Tensor:
+        return x.clone() if values else x.view_as(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
+        ctx.copies = inputs[2]
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        return grads[0].clone()
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grads[0].clone() if ctx.copies else grads[0], None, None
 
 
-def _copied(leaf: Any) -> Any:
-    return _Copy.apply(leaf) if tree.is_tensor(leaf) else leaf
-
-
-def of_slice(stage: Stage, *, first: bool, last: bool, apart: bool = False) -> Stage:
+def of_slice(stage: Stage, *, first: bool, last: bool, apart: Apart = NO_COPIES) -> Stage:
     """The stage that a slice of a stage with a carry runs.
 
     >>> def total(p, carry, x):
@@ -161,12 +175,11 @@ def parted(output: AbstractTree) -> tuple[AbstractTree, AbstractTree]:
     )
 
 
-def crosses(programs: Programs, carries: Carries) -> bool:
-    """Whether a carry, or its gradient, is another value that the slice gets or returns."""
+def crossing(programs: Programs, carries: Carries) -> Apart:
+    """Whether a carry, or the gradient of one, is another value that the slice gets or returns."""
     xs, ys = len(programs.dxs) - carries.given, len(programs.ys) - (carries.returned or 0)
     given = {name: leaf >= xs for leaf, name in enumerate(numbered("x", len(programs.dxs)))}
     cotangents = {name: leaf >= ys for leaf, name in enumerate(numbered("dy", len(programs.ys)))}
     forwards = any(given.get(name or "", leaf >= ys) != (leaf >= ys) for leaf, name in enumerate(programs.ys))
-    return forwards or any(
-        cotangents.get(name or "", leaf >= xs) != (leaf >= xs) for leaf, name in enumerate(programs.dxs)
-    )
+    backwards = any(cotangents.get(name or "", leaf >= xs) != (leaf >= xs) for leaf, name in enumerate(programs.dxs))
+    return Apart(forwards, backwards)

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import or_
+from typing import TypeAlias
 
 import torch
 
@@ -18,7 +21,7 @@ from ..collectives.rendezvous import TRACING
 from ..errors import StageError
 from ..plans.plan import ProgramSet
 from ..plans.value_graph import Interface, ValueGraph
-from ..programs.carries import NO_CARRIES, Carries, crosses, of_slice, parted, with_carry
+from ..programs.carries import NO_CARRIES, NO_COPIES, Carries, crossing, of_slice, parted, with_carry
 from ..programs.losses import check_scalar, loss_stage
 from ..programs.stage_programs import Programs
 from ..programs.trace_cache import Signature, programs_of
@@ -27,6 +30,8 @@ from ..tree import AbstractTree
 from .config import Config
 from .request import Kind, Request
 
+#: The programs of stages by device.
+Local: TypeAlias = Mapping[tuple[int, torch.device], Programs]
 _NOTHING = tree.flatten(None)[1]
 
 
@@ -36,7 +41,7 @@ class TracedKind:
 
     kind: Kind
     interfaces: tuple[Interface, ...] = ()
-    programs: Mapping[tuple[int, torch.device], Programs] = field(default_factory=dict)
+    programs: Local = field(default_factory=dict)
     loss: Programs | None = None
     each: bool = False  # whether the rank of the loss reads all outputs
     slice: int = 0  # of stages with carries: which slice of a microbatch it is, of how many
@@ -144,26 +149,33 @@ def with_stage(
     x = x if carry is None else with_carry(x, carry)
     trees = [params, x, traced.kind[2][stage], request.states[stage] or AbstractTree.of(None)]
     devices = dict.fromkeys(map(config.group.device, ranks))
-    programs, carries = {}, NO_CARRIES
-    for apart in (False, True):
-        called = _called(function, traced, apart)
-        programs = {(stage, d): _programs(config, request, called, trees, d, stage, unused) for d in devices}
-        if not function.carry:
-            break
-        given = 0 if carry is None else len(carry.leaves)
-        carries = Carries.of(programs[stage, next(iter(devices))], given, last=traced.slice == traced.slices - 1)
-        if not any(crosses(each, carries) for each in programs.values()):
-            break
+    on_devices = lambda called: {
+        (stage, d): _programs(config, request, called, trees, d, stage, unused) for d in devices
+    }
+    if function.carry:
+        programs, carries = _carrying(function, traced, 0 if carry is None else len(carry.leaves), on_devices)
+    else:
+        programs, carries = on_devices(function), NO_CARRIES
     paths = tuple(".".join(map(str, path)) for path in params.spec.paths())
     interface = Interface.of(programs[stage, config.group.device(ranks[0])], paths, carries)
     return replace(traced.updated({stage: interface}), programs={**traced.programs, **programs})
 
 
-def _called(function: Stage, traced: TracedKind, apart: bool) -> Stage:
-    """The stage that a kind of microbatch runs."""
-    if not function.carry:
-        return function
-    return of_slice(function, first=not traced.slice, last=traced.slice == traced.slices - 1, apart=apart)
+def _carrying(
+    function: Stage, traced: TracedKind, given: int, on_devices: Callable[[Stage], Local]
+) -> tuple[Local, Carries]:
+    """The programs of a slice of a stage with a carry, of which ``given`` leaves come in, and its carries.
+
+    A carry that is another value, or whose gradient is one, is copied, which is known once it is traced.
+    """
+    first, last, apart = not traced.slice, traced.slice == traced.slices - 1, NO_COPIES
+    while True:
+        programs = on_devices(of_slice(function, first=first, last=last, apart=apart))
+        carries = Carries.of(next(iter(programs.values())), given, last=last)
+        crosses = reduce(or_, (crossing(each, carries) for each in programs.values()))
+        if apart | crosses == apart:
+            return programs, carries
+        apart |= crosses
 
 
 def recut(config: Config, request: Request, known: Sequence[TracedKind]) -> list[TracedKind]:

@@ -7,6 +7,7 @@ that the slice behind computed for them. Gradients are added in the order in whi
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -178,3 +179,26 @@ def _added(units: dict[str, Unit], stage: int, schedule: fpipe.Schedule) -> dict
     for more in sums[1:]:
         total = {name: value + more[name] for name, value in total.items()}
     return total
+
+
+# ---- random stages --------------------------------------------------------------------------------------------------
+def random_stage(draw: random.Random) -> Carrying:
+    """A stage whose output and carries are random mixtures of its input, its carries and its parameters, or are any of
+    these themselves."""
+    count = draw.randint(0, 3)
+    pick = lambda: draw.choice(["x", "y", "tanh", "last", "mean", "detached", "gain", *(f"c{i}" for i in range(count))])
+    output, returned = pick(), [pick() for _ in range(count)]
+    terms = [draw.choice(["x", "tanh", *(f"c{i}" for i in range(count))]) for _ in range(draw.randint(1, 3))]
+    names = [draw.choice("qkvo") for _ in terms]
+    whole = draw.random() < 0.5  # whether carries have the size of a slice
+
+    def fn(p: Any, carry: Any, x: Tensor) -> tuple[Tensor, Any]:
+        known: dict[str, Tensor] = {f"c{i}": c for i, c in enumerate(carry)}
+        known |= {"x": x, "tanh": torch.tanh(x @ p["q"]), "gain": x * p["o"].sum()}
+        y = sum(known[term] @ p[name] for term, name in zip(terms, names, strict=True))
+        known |= {"y": y, "last": x[:, -1:], "mean": y.mean(1, keepdim=True), "detached": y.detach() * 0.5}
+        fit = lambda value: value if value.shape[1] == x.shape[1] or not whole else value.expand_as(x)
+        made = [fit(known[name]) for name in returned]
+        return known[output].expand_as(x), [c if whole else c[:, -1:] for c in made]
+
+    return Carrying(fn, lambda x: [torch.ones_like(x if whole else x[:, :1]) for _ in range(count)])
