@@ -245,7 +245,7 @@ def members(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def entry(name: str, value: Any, level: str = "###") -> list[str]:
     """The entry of one name: signature, docstring, members."""
-    lines = [f"{level} {name}", ""]
+    lines = [f"{level} {name} {{#{name}}}", ""]
     if callable(value) and name not in RETURNED:
         lines += ["```python", *signature(name, value), "```", ""]
     lines += [text_of(value, name), ""]

@@ -18,13 +18,13 @@ ROOT = Path(fpipe.__file__).parents[1]
 #: query -> the beginning of a place that must be among the first sections of the first pages
 QUERIES = {
     "clipping": "howto/",
-    "value_and_grad": "reference.html#fpipevalue_and_grad",
-    "fpipe.value_and_grad": "reference.html#fpipevalue_and_grad",
+    "value_and_grad": "reference.html#fpipe.value_and_grad",
+    "fpipe.value_and_grad": "reference.html#fpipe.value_and_grad",
     "resume": "howto/checkpoints.html",
     "bf16": "howto/precision.html",
-    "global_norm": "reference.html#fpipeclip_by_global_norm",
-    "cosine": "reference.html#fpipewarmup_cosine",
-    "from_csv": "reference.html#fpipeschedulefrom_csv",
+    "global_norm": "reference.html#fpipe.clip_by_global_norm",
+    "cosine": "reference.html#fpipe.warmup_cosine",
+    "from_csv": "reference.html#fpipe.Schedule.from_csv",
     "microbatches": "reference.html#fpipe",
     "deepspeed": "howto/migrate.html",
     "megatron": "howto/migrate.html",
