@@ -166,12 +166,22 @@ class Bound:
         Args:
             state: one entry for each stage, None for stages of other processes.
 
+        Raises:
+            StageError: if there is not one entry for each stage, or a buffer is missing.
+
         >>> norm = nn.BatchNorm1d(1)
         >>> bound = bind([norm])
         >>> bound.write_state([{**bound.state[0], "running_mean": torch.ones(1)}])
         >>> norm.running_mean
         tensor([1.])
         """
+        if len(state) != len(self._state):
+            raise StageError(f"{len(state)} states for {len(self._state)} stages; give one for each, None for others'")
+        for stage, (row, found) in enumerate(zip(self._state, state, strict=True)):
+            missing = [] if row is None or found is None else [name for name in row if name not in found]
+            if missing:
+                what = f"the state of stage {stage} has no {', '.join(map(repr, missing))}"
+                raise StageError(f"{what}; pass the state that the call returned")
         with torch.no_grad():
             for row, found in zip(self._state, state, strict=True):
                 if row is not None and found is not None:

@@ -292,3 +292,14 @@ def test_modules_that_are_materialized_after_they_were_bound():
     bound.add_grads(grads)
     assert torch.allclose(loss, backward(theirs))
     check(list(parts), theirs)
+
+
+def test_a_state_that_lacks_a_buffer_is_refused_before_anything_is_written():
+    norms = [nn.BatchNorm1d(1), nn.BatchNorm1d(1)]
+    bound = bind(norms)
+    whole = {name: value + 1 for name, value in (bound.state[0] or {}).items()}
+    with pytest.raises(fpipe.StageError, match="the state of stage 1 has no 'running_var'"):
+        bound.write_state([whole, {key: value for key, value in whole.items() if key != "running_var"}])
+    with pytest.raises(fpipe.StageError, match="1 states for 2 stages"):
+        bound.write_state([whole])
+    assert norms[0].running_mean == 0
