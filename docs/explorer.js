@@ -199,5 +199,6 @@ window.fpipe.simulate = (name, key, costs) => {
 window.fpipe.scene = (name, key, costs) => {
   const scene = sceneOf(name, +key.split(",")[1], contents.schedules[name][key], costs);
   return {figures: Object.fromEntries(scene.figures), idle: scene.lanes.map((lane) => lane.idle),
-    peaks: scene.lanes.map((lane) => lane.peak), names: scene.lanes.map((lane) => lane.names)};
+    peaks: scene.lanes.map((lane) => lane.peak), names: scene.lanes.map((lane) => lane.names),
+    causes: scene.lanes.map((lane) => [...lane.cause].map(([k, {rank, index}]) => [k, rank, index]))};
 };

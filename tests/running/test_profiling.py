@@ -300,12 +300,15 @@ def test_a_pipeline_under_another_schedule():
         pipe.under(fpipe.make_schedule("Interleaved1F1B", 2, 4))
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     from fpipe.command.cli import main
 
     monkeypatch.chdir(tmp_path)
     made = ["ZBV", "-p", "1", "-m", "2", "--width", "4", "--tokens", "2", "--steps", "1", "--picture", "step.svg"]
-    assert main(["profile", *made]) == 0
+    assert main(["profile", *made, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["files"] == ["costs.json", "step.svg"] and found["seconds"]["simulated"] > 0
+    assert found["costs"] == json.loads(Path("costs.json").read_text(encoding="utf-8"))
     price = Costs.from_json(Path("costs.json").read_text(encoding="utf-8"))
     assert price.unit == "s" and len(price.F) == 2 and Path("step.svg").exists()  # type: ignore[arg-type]
     assert main(["profile", "ZBV", "--picture", "step.gif"]) == 2

@@ -92,13 +92,17 @@ def test_figures_idle_times_and_names_are_those_of_the_pictures(page: Any, name:
     costs = COSTS[1]
     per_rank = next(n for n in (1, 2) if found_or_refused(name, 4, 8, n)[0])
     schedule = explorer.built(name, 4, 8, per_rank)
-    (scene,) = scenes(schedule.simulate(per_share(costs, schedule)))
+    t = schedule.simulate(per_share(costs, schedule))
+    (scene,) = scenes(t)
     found = page.evaluate(
         "([n, k, c]) => fpipe.scene(n, k, c)",
         [name, f"4,8,{per_rank}", {"F": costs.F, "I": costs.I, "W": costs.W, "comm": costs.comm}],
     )
     assert found["figures"] == dict(labels.facts(scene))
     assert found["peaks"] == pytest.approx([lane.peak for lane in scene.lanes])
+    for rank, causes in enumerate(found["causes"]):
+        waits = [(k, t.waited_for(rank, k)) for k in range(len(schedule[rank]))]
+        assert causes == [[k, wait.rank, wait.position] for k, wait in waits if wait]
     for lane, idle, names in zip(scene.lanes, found["idle"], found["names"], strict=True):
         assert names == [";".join(map(str, bar.action.parts)) for bar in lane.bars]
         assert [gap["cause"] for gap in idle] == [gap.cause for gap in lane.gaps]
