@@ -77,6 +77,8 @@ class Schedule:
             if not self.slices:
                 first = next((part for row in rows for part in plain(row)), None)
                 object.__setattr__(self, "slices", 1 if first is None else first.slices)
+            if type(self.slices) is not int or self.slices < 1:
+                raise ScheduleError(f"slices={self.slices!r} must be a count of 1 or more", rule="slices")
             if self.microbatches == -1:
                 last = max((part.microbatch for row in rows for part in plain(row)), default=-1)
                 object.__setattr__(self, "microbatches", last // self.slices + 1)

@@ -57,11 +57,14 @@ def check(files: tuple[str, ...], ranks: int | None, forward_only: bool, as_json
         print_json(results)
     for found in () if as_json else results:
         if found["good"]:
-            counted = ", ".join(f"{found[name]} {name}" for name in ("ranks", "stages", "microbatches", "actions"))
+            counted = ", ".join(f"{found[name]} {name}" for name in _COUNTS if name in found)
             click.echo(f"{found['file']}: good: {counted}")
         else:
             report_error(f"{found['file']}: {found['error']}", INVALID)
     return 0 if all(found["good"] for found in results) else INVALID
+
+
+_COUNTS = ("ranks", "stages", "microbatches", "slices", "actions")
 
 
 def _checked(file: str, ranks: int | None, forward_only: bool) -> dict[str, Any]:
@@ -75,6 +78,7 @@ def _checked(file: str, ranks: int | None, forward_only: bool) -> dict[str, Any]
         place = {"rank": error.rank, "position": error.position, "rule": error.rule}
         return {"file": file, "good": False, "error": str(error), **place}
     counted = {"ranks": schedule.ranks, "stages": schedule.stages, "microbatches": schedule.microbatches}
+    counted |= {"slices": schedule.slices} if schedule.slices > 1 else {}
     return {"file": file, "good": True, **counted, "actions": sum(map(len, schedule))}
 
 

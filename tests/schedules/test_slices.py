@@ -122,6 +122,9 @@ def test_sliced_refuses() -> None:
         schedule.sliced(0)
     with pytest.raises(ScheduleError, match="has 2 slices already"):
         schedule.sliced(2).sliced(2)
+    for wrong in (-1, "two", 1.0):
+        with pytest.raises(ScheduleError, match="must be a count of 1 or more"):
+            Schedule(schedule.rows, slices=wrong)  # type: ignore[arg-type]
     with pytest.raises(ScheduleError, match="slices=0, but"):
         make_schedule("Seq1F1B", 2, 2, slices=0)
 
@@ -161,7 +164,10 @@ def test_replicas_keep_a_microbatch_on_one_path() -> None:
     assert any(isinstance(cell, Fused) for row in schedule for cell in row)
 
 
-def test_commands_take_slices(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_take_slices(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
+    make_schedule("Seq1F1B", 2, 2, slices=2).to_csv(tmp_path / "plan.csv")
+    assert main(["check", str(tmp_path / "plan.csv")]) == 0
+    assert "good: 2 ranks, 2 stages, 2 microbatches, 2 slices, 16 actions" in capsys.readouterr().out
     assert main(["draw", "Seq1F1B", "-p", "2", "-m", "2", "--slices", "2", "--width", "120", "--no-color"]) == 0
     assert "1B0.1" in capsys.readouterr().out
     assert main(["compare", "-p", "4", "-m", "8", "--slices", "4", "--json"]) == 0
