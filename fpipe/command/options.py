@@ -171,7 +171,7 @@ def named_schedule(
 ) -> Schedule:
     """The schedule of a name, built with these counts, or of a file, which must have these counts."""
     if not is_path(source):
-        with as_usage_error():
+        with as_usage_error(), progress(f"building {source}"):
             return schedule_from(source, *bounded(ranks, microbatches), stages, slices)
     schedule = read_file(Path(source))
     for name, wanted in (("ranks", ranks), ("microbatches", microbatches), ("stages", stages)):

@@ -126,7 +126,7 @@ def test_draw_by_name_and_from_a_file_are_the_same(capsys: pytest.CaptureFixture
     assert "\x1b[0;38;2;" in printed(capsys, "draw", "DualPipeV.csv", "--color")
 
 
-@pytest.mark.parametrize("ending", ["svg", "png", "html", "json", "txt"])
+@pytest.mark.parametrize("ending", ["svg", "png", "pdf", "html", "json", "txt"])
 def test_draw_writes_files(ending: str, capsys: pytest.CaptureFixture[str]):
     out = printed(capsys, "draw", "ZBV", "-p", "2", "-m", "3", "--out", f"a.{ending}", "--out", f"b.{ending}")
     assert re.fullmatch(rf"wrote a\.{ending} \(\d+ (kB|bytes)\)\nwrote b\.{ending} \(\d+ (kB|bytes)\)\n", out)
