@@ -105,6 +105,7 @@ def measure(width: int, tokens: int, rounds: int) -> dict[str, float]:
 def main() -> None:
     """Print the table."""
     args = options(__doc__, rounds=30, tokens=32).parse_args()
+    fpipe.init()  # under torchrun it sets what glibc does with freed memory, as for every rank
     rows = [measure(width, args.tokens, args.rounds) for width in (64, 256, 512)]
     print(f"{'width':>6} {'F+I+W / F+B':>12} {'F+I+W / torch':>14} {'F+B ms':>8} {'F+I+W ms':>9} {'torch ms':>9}")
     for r in rows:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..devices import current, kind, pick
+from ..devices.allocator import keep_freed
 from ..errors import FpipeError, GroupError
 from ._store import backends as backends_of
 from ._store import prefixed, set_timeout
@@ -56,7 +57,9 @@ def init(
 ) -> MeshGroup | LocalGroup:  # fmt: skip
     """The group of this process: one rank under torchrun, all ranks if there is one process.
 
-    An initialized process group is used as it is. A second call returns the group of the first, with its ``timeout``.
+    An initialized process group is used as it is; otherwise, under torchrun, a CPU rank on Linux keeps freed memory
+    for its next step, unless ``FPIPE_KEEP_FREED=0`` or a ``MALLOC_`` variable is set. A second call returns the group
+    of the first, with its ``timeout``.
 
     Args:
         pp: how many ranks a pipeline has; by default the number of processes divided by ``dp * tp``.
@@ -80,6 +83,8 @@ def init(
     seconds = TIMEOUT if requested is None else float(requested)
     _check(pp, dp, tp, seconds)
     started = dist.is_initialized()
+    if not started and "RANK" in os.environ and pick(device).type == "cpu":  # a process for this rank alone
+        keep_freed()
     if not started and not _launched():
         if dp * tp != 1:
             needed = dp * tp * (pp or 1)

@@ -7,7 +7,6 @@ traceback, and ends the other ranks. Knows nothing of the function.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing as mp
 import os
 import pickle
@@ -22,6 +21,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, TypeVar, overload
 
+from ..devices.allocator import keep_freed
 from ..errors import LaunchError
 from .outcome import GRACE, Report, call, collect, environment, results, store
 from .ray import launch as on_ray
@@ -34,7 +34,6 @@ _PRELOADED = ("fpipe.collectives.setup", "fpipe.running.building", "fpipe.runnin
 #: Seconds for a killed process to end: only one in a call of the system that cannot be interrupted stays.
 _KILLED = 10.0
 _LOOK = 60.0  #: seconds between two looks at the launcher, whose end a process learns at once otherwise
-_TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of mallopt(3)
 
 
 T = TypeVar("T")
@@ -56,8 +55,8 @@ def launch(
 ) -> list[Any]:  # fmt: skip
     """Run ``fn(*args)`` on ``ranks`` processes of this machine, and return the results by rank.
 
-    Inside, ``fpipe.init()`` connects the ranks. On Linux, the processes keep freed memory for their next step, unless a
-    ``MALLOC_`` variable, or ``GLIBC_TUNABLES`` for malloc, is set.
+    Inside, ``fpipe.init()`` connects the ranks. On Linux, the processes keep freed memory for their next step, unless
+    ``FPIPE_KEEP_FREED=0``, a ``MALLOC_`` variable, or ``GLIBC_TUNABLES`` for malloc is set.
 
     Args:
         fn: a function; in a script it is imported in each new process, so keep the call of ``launch`` under
@@ -176,25 +175,11 @@ def _start(context: Any, fn: partial[Any], env: dict[str, str]) -> _Child:
 def _run(pipe: Connection, fn: Callable[[], Any], env: dict[str, str]) -> None:
     """In the new process: call the function and send the report."""
     os.environ.update(env)
-    _keep_freed()
+    keep_freed()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, name="fpipe-parent", daemon=True).start()
     pipe.send_bytes(call(fn, int(env["RANK"])))
     pipe.close()
-
-
-def _keep_freed() -> None:
-    """Keep up to 1 GiB of freed memory, in blocks up to 32 MiB, where the C library is glibc's.
-
-    Without this, glibc returns large blocks to the system as soon as they are freed, and the next step faults every
-    page in again. Its documented variables (``MALLOC_TRIM_THRESHOLD_``) are read when a process is loaded, which is
-    too late in a forked one. Settings for malloc in the environment take precedence.
-    """
-    if any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", ""):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None and mallopt(_TRIM, 1 << 30):
-        mallopt(_MMAP, 32 << 20)
 
 
 def _end_with_parent() -> None:

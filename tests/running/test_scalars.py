@@ -5,7 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import socket
 import struct
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -77,3 +81,21 @@ def faults() -> int:
 def test_processes_that_are_launched_keep_what_they_free():
     kept, given_back = (fpipe.launch(faults, ranks=1, env=env)[0] for env in ({}, {"MALLOC_ARENA_MAX": "8"}))
     assert kept < 1_000 < given_back, "one page has some KiB"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+@pytest.mark.skipif("MALLOC" in str(os.environ.keys()).upper(), reason="memory is ruled by the environment")
+def test_a_process_group_that_init_starts_keeps_what_its_rank_frees():
+    """As under torchrun, whose processes are started with glibc as it comes."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    code = (
+        "import fpipe, test_scalars; before = test_scalars.faults(); fpipe.init(); print(before, test_scalars.faults())"
+    )
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **env, "PYTHONPATH": paths}, capture_output=True, check=True
+    )
+    given_back, kept = map(int, done.stdout.split())
+    assert kept < 1_000 < given_back
