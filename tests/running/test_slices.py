@@ -217,9 +217,11 @@ def test_draws_depend_on_seed_stage_microbatch_and_slice_alone() -> None:
         value, grads = fpipe.value_and_grad(make(ranks, name, loss=squared))(params, x, t)
         assert torch.equal(value, first[0])
         assert all(torch.allclose(g[n], f[n]) for g, f in zip(grads, first[1], strict=True) for n in "qkvo")
-    ones = make(1, "GPipe")([{"q": torch.eye(D)}] * 2, torch.ones(B * M, S, D))
-    assert not any(torch.equal(a, b) for a, b in zip(ones.chunk(K, 1), ones.chunk(K, 1)[1:], strict=False))
-    assert torch.equal(ones, make(2, "Seq1F1B")([{"q": torch.eye(D)}] * 2, torch.ones(B * M, S, D)))
+    alone = fpipe.Stage(lambda p, c, x: (torch.nn.functional.dropout(x, 0.5), c), carry=True, initial_carry=None)
+    options: dict[str, Any] = {"slices": K, "microbatches": M, "seed": 3}
+    masks = fpipe.pipeline([alone], "GPipe", group=fpipe.local(1), **options)([None], torch.ones(B * M, S, D))
+    parts = [part for rows in masks.chunk(M) for part in rows.chunk(K, 1)]
+    assert not any(torch.equal(a, b) for i, a in enumerate(parts) for b in parts[:i])
 
 
 def test_state_goes_from_slice_to_slice_and_on_to_the_next_microbatch() -> None:
