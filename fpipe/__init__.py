@@ -22,7 +22,7 @@ _TABLE = {
     "command.launch": "launch",
     "command.loop": "Loop",
     "errors": "ActionError BatchError CheckpointError DeadlockError FpipeError GroupError LaunchError MismatchError"
-    " PeerError ScheduleError StageError StalledError TraceError TransformError"
+    " PeerError PlanError ScheduleError StageError StalledError TraceError TransformError"
     " UnsupportedError WeaveError",
     "generators": "make_schedule register_schedule schedule_names",
     "generators.balancing": "balance",

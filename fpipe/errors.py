@@ -10,6 +10,7 @@
     ├── WeaveError           a hand-written weave that breaks one of its programs
     ├── CheckpointError      files of a checkpoint, or trees to save, that do not fit
     ├── TransformError       a gradient transform whose arguments or trees do not fit
+    ├── PlanError            a model, a machine or a job for which no layout can be planned
     └── GroupError           the processes or their devices
         ├── MismatchError    ranks that disagree about a call: its plan, shapes, functions or options, or versions
         ├── PeerError        a peer that died or raised
@@ -71,6 +72,10 @@ class CheckpointError(FpipeError, ValueError):
 
 class TransformError(FpipeError, ValueError):
     """A gradient transform with arguments that make no sense, or with trees that do not fit together."""
+
+
+class PlanError(FpipeError, ValueError):
+    """A model, a kind of GPU or a job that is not known, does not fit, or for which no layout can be planned."""
 
 
 class GroupError(FpipeError, RuntimeError):

@@ -61,7 +61,15 @@ def test_draw_starts_without_torch_or_numpy():
 
 @pytest.mark.parametrize(
     ("line", "status"),
-    [("draw ZBV", 0), ("compare", 0), ("names", 0), ("train --steps 1", 2), ("profile", 2), ("doctor", 2)],
+    [
+        ("draw ZBV", 0),
+        ("compare", 0),
+        ("names", 0),
+        ("plan -h", 0),
+        ("train --steps 1", 2),
+        ("profile", 2),
+        ("doctor", 2),
+    ],
 )
 def test_without_torch(line: str, status: int):
     """Schedules need no torch; other commands name what is missing."""
@@ -364,6 +372,7 @@ METAVARS = {
     "HOST:PORT",
     "ARGUMENT",
     "FILE|DIR",
+    "RATE",
 }
 
 

@@ -41,6 +41,9 @@ PACKAGES = {
     "schedules": Entry("rule of dependence, text, check, simulation, pictures", "torch", "errors"),
     "schedule": Entry("public values: Action, Fused, Placement, Schedule", "torch", "errors schedules"),
     "generators": Entry("the catalogue of schedules; comparison, balance", "torch", "errors schedule schedules"),
+    "planning": Entry(
+        "memory and time of large runs, search of layouts", "torch", "errors generators schedule schedules"
+    ),
     "stage": Entry("public value: Stage, remat", "programs, ranks", "devices errors"),
     "collectives": Entry("groups, messages, faults, capabilities", "schedules, programs", "devices errors tree"),
     "programs": Entry("a function -> its programs F, B, I, W", "ranks, schedules", "devices errors stage tree"),
@@ -67,7 +70,7 @@ PACKAGES = {
     "command": Entry(
         "the command line, launching, the demo",
         "plans, programs",
-        "collectives devices errors generators running saving schedule schedules transforms tree",
+        "collectives devices errors generators planning running saving schedule schedules transforms tree",
     ),
     "__main__": Entry("python -m fpipe", "", "command"),
 }
@@ -109,7 +112,7 @@ def test_entries():
     files, folders = PACKAGE.entries
     assert {Path(name).stem for name in files} | set(folders) == {*PACKAGES, "__init__"}
     assert len(files) <= 6
-    assert len(folders) <= 12
+    assert len(folders) <= 13
 
 
 def test_packages_import_what_the_table_names():

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a layer, the head and the embedding take on one rank: bytes of activations, and seconds of F, I and W.
+
+Activations are those of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", term
+by term, with the widths of the model in place of multiples of its hidden size. Times are operations over the share of a
+GPU's figures that large programs reach (``hardware.py``). Knows no schedule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from .hardware import ATTENTION, KERNEL, LATENCY, LINK, MEMORY
+from .layout import Job, Layout
+
+
+class Times(NamedTuple):
+    """Seconds of a forward, of the gradient of the input, and of those of the weights.
+
+    ``products`` is the part that matrix products and attention take at the share of the GPU that they reach, and
+    ``collectives`` that of tensor-parallel collectives; both of all three together.
+    """
+
+    F: float
+    I: float  # noqa: E741
+    W: float
+    products: float = 0.0
+    collectives: float = 0.0
+
+    @property
+    def all(self) -> float:
+        """F, I and W together."""
+        return self.F + self.I + self.W
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes of one layer for a microbatch: held from F on, kept from I to W, and computed again in a backward."""
+
+    saved: float
+    kept: float
+    again: float = 0.0
+
+
+@lru_cache(maxsize=4096)
+def layer_bytes(job: Job, layout: Layout) -> Bytes:
+    """The activations of a layer on one rank, for a microbatch."""
+    model, t, size = job.model, layout.tp, job.precision.parameters
+    tokens = job.sequence * layout.microbatch
+    h, q, k = model.hidden, model.queries, model.keys
+    mask = 1 if model.dropout else 0
+    whole = 4 * size * h + 2 * mask * h  # inputs of both norms and what these return; masks of residuals
+    inner = size * model.inner * (3 if model.gated else 2)  # inputs of the activation function, and what it returns
+    routed = size * 2 * model.active * h if model.experts else 0  # tokens sorted by expert, and their results
+    attention = size * (2 * q + 2 * k)  # queries, keys, values, and what attention returns
+    if job.attention == "flash":
+        scores, least = 4.0 * model.heads, 4.0 * model.heads  # the logarithm of each row's sum
+    else:
+        scores, least = float((2 * size + 1 if model.dropout else size) * model.heads * job.sequence), 0.0
+    everything = whole / layout.split + (attention + inner + routed + scores) / t
+    cheap = 0.0  # that selective recompute computes again
+    if job.attention == "scores":
+        cheap = (scores - least) / t
+    else:
+        cheap = 2 * size * h / layout.split + size * model.inner / t  # what norms and the activation function return
+    saved = {"none": everything, "selective": everything - cheap, "full": size * h / layout.split}[layout.recompute]
+    inputs = 2 * size * h / layout.split + size * (q + model.inner) / t + routed / t
+    gradients = 2 * size * h / layout.split + size * (q + 2 * k + model.inner * (2 if model.gated else 1)) / t
+    return Bytes(tokens * saved, tokens * (inputs + gradients), tokens * (everything - saved))
+
+
+@lru_cache(maxsize=4096)
+def layer_times(job: Job, layout: Layout) -> Times:
+    """The seconds of a layer on one rank, for a microbatch, nothing computed again."""
+    model, t, tokens = job.model, layout.tp, job.sequence * layout.microbatch
+    h, q, k = model.hidden, model.queries, model.keys
+    gate = (model.matrices - 1) * model.inner
+    products = sum(
+        _product(job, tokens, *size) for size in ((h, (q + 2 * k) / t), (q / t, h), (h, gate / t), (model.inner / t, h))
+    )
+    idle = model.layer_matrices - model.active_matrices  # matrices of experts that other tokens use are read as well
+    products += _memory(job, idle * job.precision.parameters / t)
+    scored = _attention(job, tokens, t)
+    passed = _elementwise(job, layout, tokens)
+    moved = 2 * _all_reduce(job, t, tokens * h * job.precision.parameters)
+    back = 2.5 if job.attention == "flash" else 2.0
+    return Times(
+        products + scored + passed + moved, products + back * scored + 2 * passed + moved, products,
+        3 * products + (1 + back) * scored, 2 * moved,
+    )  # fmt: skip
+
+
+def again_seconds(job: Job, layout: Layout) -> float:
+    """The seconds in which the backward of a layer computes again what was not kept."""
+    if layout.recompute == "none":
+        return 0.0
+    if layout.recompute == "full":
+        return layer_times(job, layout).F
+    tokens = job.sequence * layout.microbatch
+    if job.attention == "scores":
+        return _attention(job, tokens, layout.tp) + _scores(job, tokens, layout.tp)
+    return _elementwise(job, layout, tokens) / 2
+
+
+@lru_cache(maxsize=4096)
+def head_costs(job: Job, layout: Layout) -> tuple[Bytes, Times, float]:
+    """The last norm, the head and the loss: bytes, seconds, and the bytes that its backward has for a moment."""
+    model, t, tokens, size = job.model, layout.tp, job.sequence * layout.microbatch, job.precision.parameters
+    logits = tokens * model.vocabulary / t
+    inputs = tokens * 2 * size * model.hidden / layout.split
+    product = _product(job, tokens, model.hidden, model.vocabulary / t)
+    moved = _all_reduce(job, t, tokens * model.hidden * size) / 2
+    saved = Bytes(inputs + 4 * logits, inputs / 2 + size * logits)
+    times = Times(
+        product + _memory(job, 14 * logits) + moved, product + _memory(job, 8 * logits) + moved, product,
+        3 * product, 2 * moved,
+    )  # fmt: skip
+    return saved, times, (4 + size) * logits
+
+
+def embedding_bytes(job: Job, layout: Layout) -> float:
+    """What the embedding keeps of a microbatch: tokens, and a mask."""
+    mask = job.model.hidden / layout.split if job.model.dropout else 0
+    return job.sequence * layout.microbatch * (8 + mask)
+
+
+def operations(job: Job) -> float:
+    """Floating-point operations of the model for a token, forward and backward, nothing computed again."""
+    model = job.model
+    attended = (2 if job.attention == "flash" else 4) * job.sequence * model.queries
+    return 3 * (model.layers * (2 * model.active_matrices + attended) + 2 * model.vocabulary * model.hidden)
+
+
+def state_bytes(job: Job, layout: Layout, elements: float, stages: int = 1) -> float:
+    """Bytes of parameters, gradients and optimizer on one rank that holds ``elements`` parameters in its stages.
+
+    With ZeRO, a rank has whole parameters and gradients of its stages while it runs, and beside them its part of the
+    parameters; with ``zero=3`` the whole parameters of two stages alone.
+    """
+    each, parts = job.precision, layout.dp if layout.zero else 1
+    whole = min(2 / max(stages, 1), 1.0) if layout.zero == 3 else 1.0
+    parameters = each.parameters * (whole + (1 / parts if parts > 1 else 0))
+    return elements / layout.tp * (parameters + each.gradients + each.optimizer / parts)
+
+
+# ---- inside ----------------------------------------------------------------------------------------------------------
+def _product(job: Job, rows: float, inner: float, columns: float) -> float:
+    """The seconds of a matrix product."""
+    moved = job.precision.parameters * (rows * inner + inner * columns + rows * columns)
+    return 2 * rows * inner * columns / (job.gpu.flops * job.gpu.matmul) + moved / job.gpu.bandwidth / 2 + KERNEL
+
+
+def _attention(job: Job, tokens: float, tp: int) -> float:
+    """The seconds of the products of attention; those of its scores too, where it keeps none."""
+    each = 2 if job.attention == "flash" else 4  # flash attention skips the scores of later tokens
+    return each * tokens * job.sequence * job.model.queries / tp / (job.gpu.flops * ATTENTION)
+
+
+def _scores(job: Job, tokens: float, tp: int) -> float:
+    """The seconds of softmax and dropout of scores that are kept."""
+    if job.attention == "flash":
+        return 0.0
+    touched = 9 if job.model.dropout else 4
+    return _memory(job, touched * tokens * job.sequence * job.model.heads / tp)
+
+
+def _elementwise(job: Job, layout: Layout, tokens: float) -> float:
+    """The seconds of norms, residuals, rotations and the activation function."""
+    model, size = job.model, job.precision.parameters
+    residual = (10 * size + (2 if model.dropout else 0)) * model.hidden
+    inner = size * model.inner * model.matrices + size * 2 * (model.queries + model.keys)
+    routed = 4 * size * model.active * model.hidden if model.experts else 0
+    return _memory(job, tokens * (residual / layout.split + (inner + routed) / layout.tp)) + _scores(
+        job, tokens, layout.tp
+    )
+
+
+def _memory(job: Job, nbytes: float) -> float:
+    return nbytes / (job.gpu.bandwidth * MEMORY)
+
+
+def _all_reduce(job: Job, ranks: int, nbytes: float) -> float:
+    """The seconds of an all-reduce, or of a reduce-scatter with an all-gather, within a machine."""
+    return 2 * (ranks - 1) / ranks * nbytes / (job.gpu.link * LINK) + 2 * LATENCY if ranks > 1 else 0.0
