@@ -21,6 +21,7 @@ from fpipe.schedules.pictures.scene import scenes
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
 import explorer
 
+pytestmark = pytest.mark.xdist_group("explorer")  # the page is built once
 COSTS = (Costs(), Costs(F=1.3, I=0.7, W=0.2, comm=0.15))
 
 

@@ -14,6 +14,7 @@ from fpipe.schedules.actions import Action
 from fpipe.schedules.costs import Costs
 from fpipe.schedules.timeline import Timeline
 
+pytestmark = pytest.mark.xdist_group("browser")
 Open = Callable[..., Any]
 
 
