@@ -30,6 +30,7 @@ COMMANDS = {
     "solve": ("fpipe.command.checking:solve", "Search for the best schedule for costs and memory."),
     "view": ("fpipe.command.drawing:view", "Explore timelines in a browser: zoom, search, hover."),
     "plan": ("fpipe.command.planning:plan", "Plan a large run: layouts by predicted time and memory."),
+    "rehearse": ("fpipe.command.rehearsal.command:rehearse", "Make the plans of ranks of a planned run, without GPUs."),
     "train": ("fpipe.command.train:train", "Train a small GPT on several processes, and check its gradients."),
     "copies": ("fpipe.command.copies:copies", "Run a script as several copies, of which any may be lost."),
     "profile": ("fpipe.command.profile:profile", "Measure the costs of stages and messages, and write them to a file."),

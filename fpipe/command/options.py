@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from math import isfinite
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
@@ -78,6 +78,18 @@ def print_json(value: object) -> None:
         return None if isinstance(item, float) and not isfinite(item) else item
 
     click.echo(json.dumps(plain(value), indent=1))
+
+
+def table(columns: Sequence[tuple[str, Callable[[Any], object]]], values: Sequence[Any]) -> Iterator[str]:
+    """The lines of a table: names of columns, and a row for each value.
+
+    >>> list(table([("x", lambda v: v), ("double", lambda v: 2 * v)], [1, 20]))
+    [' x  double', ' 1       2', '20      40']
+    """
+    rows = [[name for name, _ in columns], *([str(cell(value)) for _, cell in columns] for value in values)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
 
 
 class Count(click.IntRange):

@@ -20,7 +20,7 @@ from ..planning.prediction import Prediction, usable
 from ..planning.search import SCHEDULES, Choices, Found, search
 from ..schedules.files import write_bytes
 from ..schedules.progress import progress
-from .options import Count, Pattern, check_suffix, json_option, matching, print_json, usage_error
+from .options import Count, Pattern, check_suffix, json_option, matching, print_json, table, usage_error
 
 GIB = 1 << 30
 _LETTERS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -119,7 +119,7 @@ def plan(
         return
     _show(job, found)
     if out is not None:
-        click.echo(f"\nwrote {out}")
+        click.echo(f"\nwrote {out}; try: fpipe rehearse {out} --ranks 0")
 
 
 def _choices(schedules: tuple[str, ...], **given: Any) -> Choices:
@@ -148,10 +148,7 @@ def _show(job: Job, found: Found) -> None:
         f"{model.name}: {model.parameters / 1e9:.4g} billion parameters, {job.batch} sequences of {job.sequence} "
         f"tokens, {job.gpus} {gpu.name} of {gpu.memory / GIB:.0f} GiB\n"
     )
-    rows = [[name for name, _ in _COLUMNS], *([str(cell(each)) for _, cell in _COLUMNS] for each in found.best)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        click.echo("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    click.echo("\n".join(table(_COLUMNS, found.best)))
     click.echo("\n" + _why(found.best[0]))
     click.echo(
         f"{found.layouts} layouts, of which the state and one microbatch of {found.possible} have room; "

@@ -52,23 +52,37 @@ def layer_bytes(job: Job, layout: Layout) -> Bytes:
     h, q, k = model.hidden, model.queries, model.keys
     mask = 1 if model.dropout else 0
     whole = 4 * size * h + 2 * mask * h  # inputs of both norms and what these return; masks of residuals
-    inner = size * model.inner * (3 if model.gated else 2)  # inputs of the activation function, and what it returns
+    inner = size * model.inner * (4 if model.gated else 2)  # the inputs of the activation function, and what it returns
     routed = size * 2 * model.active * h if model.experts else 0  # tokens sorted by expert, and their results
     attention = size * (2 * q + 2 * k)  # queries, keys, values, and what attention returns
-    if job.attention == "flash":
-        scores, least = 4.0 * model.heads, 4.0 * model.heads  # the logarithm of each row's sum
+    flash = job.attention == "flash"
+    if flash:
+        scores = 4.0 * model.heads  # the logarithm of each row's sum
+        cheap = 2 * size * h / layout.split + size * model.inner * (2 if model.gated else 1) / t
     else:
-        scores, least = float((2 * size + 1 if model.dropout else size) * model.heads * job.sequence), 0.0
+        scores = float((2 * size + 1 if model.dropout else size) * model.heads * job.sequence)
+        cheap = scores / t
     everything = whole / layout.split + (attention + inner + routed + scores) / t
-    cheap = 0.0  # that selective recompute computes again
-    if job.attention == "scores":
-        cheap = (scores - least) / t
-    else:
-        cheap = 2 * size * h / layout.split + size * model.inner / t  # what norms and the activation function return
-    saved = {"none": everything, "selective": everything - cheap, "full": size * h / layout.split}[layout.recompute]
-    inputs = 2 * size * h / layout.split + size * (q + model.inner) / t + routed / t
-    gradients = 2 * size * h / layout.split + size * (q + 2 * k + model.inner * (2 if model.gated else 1)) / t
-    return Bytes(tokens * saved, tokens * (inputs + gradients), tokens * (everything - saved))
+    drawn = (size * q + scores) / t if flash else 0.0  # flash attention has draws, and is not computed again
+    full = size * h / layout.split + drawn
+    saved = {"none": everything, "selective": everything - cheap, "full": full}[layout.recompute]
+    kept = _kept(job, layout) + (size * q + routed) / t
+    return Bytes(tokens * saved, tokens * kept, tokens * (everything - saved))
+
+
+def _kept(job: Job, layout: Layout) -> float:
+    """Bytes of a token from I to W: inputs of products, and gradients of their results.
+
+    Gradients of parts of the sequence were gathered for I, and so were the inputs of whole layers that are computed
+    again. What an activation function returns is computed again in W from what it read.
+    """
+    model, t, size = job.model, layout.tp, job.precision.parameters
+    again = layout.recompute == "full" or (layout.recompute == "selective" and job.attention == "flash")
+    inputs = 2 * size * model.hidden / (1 if layout.recompute == "full" else layout.split)
+    gradients = (
+        2 * size * model.hidden + size * (model.queries + 2 * model.keys + (model.matrices - 1) * model.inner) / t
+    )
+    return inputs + gradients + size * model.inner * (3 if again and model.gated else 1) / t
 
 
 @lru_cache(maxsize=4096)

@@ -22,7 +22,7 @@ from .model import Model
 from .prediction import Prediction
 
 MOST = 1 << 20  #: bytes of a plan.toml
-_HEAD = "# Written by fpipe plan. Sizes are in bytes, times in seconds.\n"
+_HEAD = "# Written by fpipe plan; fpipe rehearse makes the plans of its ranks. Sizes are in bytes, times in seconds.\n"
 _TYPES: dict[str, Any] = {
     "int": int, "float": (int, float), "bool": bool, "str": str, "Recompute": str, "Attention": str,
     "tuple[int, ...]": list,

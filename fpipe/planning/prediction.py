@@ -180,12 +180,16 @@ def _held(
 
 # ---- stages ----------------------------------------------------------------------------------------------------------
 def _stages(job: Job, layout: Layout) -> list[tuple[Bytes, Times]]:
-    """Bytes and seconds of each stage for a microbatch; what is computed again is part of I."""
+    """Bytes and seconds of each stage for a microbatch; what is computed again is part of I.
+
+    What a stage sends is held until a later message shows that it has arrived.
+    """
     one, times, again = layer_bytes(job, layout), layer_times(job, layout), again_seconds(job, layout)
+    sent = job.sequence * layout.microbatch * job.model.hidden * job.precision.parameters / layout.split
     counts = layout.counts(job.model)
     found = [
         (
-            Bytes(count * one.saved, count * one.kept),
+            Bytes(count * one.saved + sent, count * one.kept + sent),
             Times(count * times.F, count * (times.I + again), count * times.W, count * times.products,
                   count * times.collectives),
         )
@@ -195,7 +199,7 @@ def _stages(job: Job, layout: Layout) -> list[tuple[Bytes, Times]]:
     found[0] = Bytes(first.saved + embedding_bytes(job, layout), first.kept), spent
     last, spent = found[-1]
     found[-1] = (
-        Bytes(last.saved + head.saved, last.kept + head.kept),
+        Bytes(last.saved - sent + head.saved, last.kept - sent + head.kept),
         Times(*(a + b for a, b in zip(spent, head_times, strict=True))),
     )
     return found
@@ -223,11 +227,10 @@ def _simulated(job: Job, layout: Layout, stages: list[tuple[Bytes, Times]]) -> t
     h, size = job.model.hidden, job.precision.parameters
     boundary = job.sequence * layout.microbatch * h * size / layout.tp
     width = job.gpu.network * NETWORK if job.gpus > job.gpu.node else job.gpu.link * LINK
-    again = layout.recompute != "none"
     costs = Costs(
         F=[t.F for _, t in stages], I=[t.I for _, t in stages], W=[t.W for _, t in stages],
         comm=LATENCY, boundary=boundary, bandwidth=width,
-        saved=[b.saved for b, _ in stages], kept=[b.kept if again else min(b.kept, b.saved) for b, _ in stages],
+        saved=[b.saved for b, _ in stages], kept=[b.kept for b, _ in stages],
     )  # fmt: skip
 
     def run(microbatches: int) -> tuple[float, list[float], float]:
@@ -293,12 +296,26 @@ def _optimizer(job: Job, layout: Layout) -> float:
 def _memory(job: Job, layout: Layout, peaks: list[float]) -> tuple[Memory, ...]:
     placement = layout.schedule_for(min(layout.microbatches(job), 2 * layout.pp)).placement
     counts, vocabulary = layout.counts(job.model), _vocabulary(job, layout)
-    one, (_, _, logits) = layer_bytes(job, layout), head_costs(job, layout)
+    elements, each = _elements(job, layout), job.model.layer_parameters
     found = []
     for rank, peak in enumerate(peaks):
         held = placement.stages_of(rank)
         state = lambda elements: state_bytes(job, layout, elements, layout.per_rank)
-        moment = max(one.again if layout.recompute != "none" else 0.0, logits if layout.stages - 1 in held else 0.0)
-        layers = sum(counts[s] for s in held) * job.model.layer_parameters
+        moment = max(_moment(job, layout, stage, elements[stage]) for stage in held)
+        layers = sum(counts[s] for s in held) * each
         found.append(Memory(rank, state(layers), state(sum(vocabulary[s] for s in held)), peak, moment))
     return tuple(found)
+
+
+def _moment(job: Job, layout: Layout, stage: int, elements: int) -> float:
+    """What a backward of a stage has at most, beside what is held before it.
+
+    It has what a layer keeps for W and, in the last stage, gradients of logits. A backward that is not split computes
+    the gradients of all weights of its stage before it adds them.
+    """
+    one, count = layer_bytes(job, layout), layout.counts(job.model)[stage]
+    found = one.kept if count else 0.0
+    if layout.schedule not in SPLIT:
+        gradients = elements * job.precision.parameters / layout.tp
+        found += min(count * max(one.kept - one.saved, 0.0), gradients)
+    return found + (head_costs(job, layout)[2] if stage == layout.stages - 1 else 0.0)

@@ -77,19 +77,7 @@ def prepare(
     """
     group, copies, schedule = config.group, config.copies, request.schedule
     traced = ready.traced if ready else _traced(config, request)
-    _check_patterns(config, traced[0].interfaces)
-    tied, specs = _ties(config, request, traced[0].interfaces)
-    inputs = {
-        rank: LoweringInput(
-            schedule, tuple(kind.on_rank(config, request, rank) for kind in traced), request.kind_of,
-            training=request.mode != "forward", tied=tied, grad_specs=specs, wide=config.accumulate,
-            wants_dx=request.wants_dx, phased=request.mode == "vjp",
-            wired=not config.local and not group.at_once,
-            early_loss=not config.local and group.at_once and request.mode != "vjp",
-            strict=group.strict, each=request.each, overlap=config.overlap, copies=copies, layouts=request.layouts,
-        )
-        for rank in group.here
-    }  # fmt: skip
+    inputs = lowering_inputs(config, request, traced, group.here, apart=not config.local)
     first = 0 if copies is None else copies.part * schedule.microbatches
     options = Options(wide=config.accumulate, check=check if request.debug else None, first=first)
     with timed("lowering"), uncollected():
@@ -101,6 +89,26 @@ def prepare(
         request, executables, inputs, tuple(kind.interfaces for kind in traced), tuple(kind.loss for kind in traced),
         tag,
     )  # fmt: skip
+
+
+def lowering_inputs(
+    config: Config, request: Request, traced: Sequence[TracedKind], ranks: Sequence[int], *, apart: bool
+) -> dict[int, LoweringInput]:
+    """What the plans of ranks are made from; ``apart``: other ranks are in other processes."""
+    group, schedule = config.group, request.schedule
+    _check_patterns(config, traced[0].interfaces)
+    tied, specs = _ties(config, request, traced[0].interfaces)
+    return {
+        rank: LoweringInput(
+            schedule, tuple(kind.on_rank(config, request, rank) for kind in traced), request.kind_of,
+            training=request.mode != "forward", tied=tied, grad_specs=specs, wide=config.accumulate,
+            wants_dx=request.wants_dx, phased=request.mode == "vjp",
+            wired=apart and not group.at_once, early_loss=apart and group.at_once and request.mode != "vjp",
+            strict=group.strict, each=request.each, overlap=config.overlap, copies=config.copies,
+            layouts=request.layouts,
+        )
+        for rank in ranks
+    }  # fmt: skip
 
 
 def _earlier(request: Request, before: Sequence[Prepared]) -> Before | None:
@@ -165,10 +173,10 @@ def _expected(
 def _traced(config: Config, request: Request) -> list[TracedKind]:
     """Trace the stages of this process, and show on a terminal which one if it takes long."""
     with shown_late("tracing") as note:
-        return _traced_in_turn(config, request, note)
+        return traced_in_turn(config, request, note)
 
 
-def _traced_in_turn(config: Config, request: Request, note: Callable[[str], None]) -> list[TracedKind]:
+def traced_in_turn(config: Config, request: Request, note: Callable[[str], None]) -> list[TracedKind]:
     """Trace the stages of this process, stage by stage, until every process knows the interfaces of all stages."""
     stages = request.schedule.stages
     chain = request.chain

@@ -66,6 +66,7 @@ def test_draw_starts_without_torch_or_numpy():
         ("compare", 0),
         ("names", 0),
         ("plan -h", 0),
+        ("rehearse plan.toml", 2),
         ("train --steps 1", 2),
         ("profile", 2),
         ("doctor", 2),
@@ -373,6 +374,8 @@ METAVARS = {
     "ARGUMENT",
     "FILE|DIR",
     "RATE",
+    "PERCENT",
+    "N,N",
 }
 
 

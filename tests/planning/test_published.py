@@ -61,13 +61,13 @@ def test_state_of_the_layers(name: str):
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("options", [NONE, BEST], ids=["none", "selective"])
 def test_activations_of_the_first_rank(name: str, options: dict[str, object]):
-    """The figures leave the masks of the embedding out, and the first rank has no head unless it is alone."""
+    """The figures leave out the masks of the embedding, and what was sent and may not have arrived."""
     job, layout = published(name, **options)
     schedule = layout.schedule_for(layout.microbatches(job))
     held = schedule.simulate().peak[0] * layer_bytes(job, layout).saved * job.model.layers / layout.stages
     wanted = RUNS[name].none if options is NONE else RUNS[name].selective
     assert held / GIB == pytest.approx(wanted, rel=0.003)
-    assert predict(job, layout).memory[0].activations / GIB == pytest.approx(wanted, rel=0.03)
+    assert 1 < predict(job, layout).memory[0].activations / GIB / wanted < 1.13
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ PACKAGES = {
     "command": Entry(
         "the command line, launching, the demo",
         "plans, programs",
-        "collectives devices errors generators planning running saving schedule schedules transforms tree",
+        "collectives devices errors generators planning running saving schedule schedules stage transforms tree",
     ),
     "__main__": Entry("python -m fpipe", "", "command"),
 }
@@ -78,6 +78,7 @@ TORCH_FREE = {name for name, entry in PACKAGES.items() if entry.must_not_know ==
 
 #: The files that may use private names of torch, or of another library, and which names.
 PRIVATE_TORCH = {
+    "command.rehearsal.decoder": {"_scaled_dot_product_flash_attention_for_cpu"},
     "collectives._store": {"_get_default_store", "_resolve_process_group", "_set_pg_timeout"},
     "collectives.ops": {"_c10d_functional"},
     "interop._places": {"_buffers", "_parameters"},
