@@ -53,36 +53,43 @@ def layer_bytes(job: Job, layout: Layout) -> Bytes:
     mask = 1 if model.dropout else 0
     whole = 4 * size * h + 2 * mask * h  # inputs of both norms and what these return; masks of residuals
     inner = size * model.inner * (4 if model.gated else 2)  # the inputs of the activation function, and what it returns
-    routed = size * 2 * model.active * h if model.experts else 0  # tokens sorted by expert, and their results
+    routed = _routed(job)
     attention = size * (2 * q + 2 * k)  # queries, keys, values, and what attention returns
     flash = job.attention == "flash"
     if flash:
         scores = 4.0 * model.heads  # the logarithm of each row's sum
-        cheap = 2 * size * h / layout.split + size * model.inner * (2 if model.gated else 1) / t
+        norms = 1 if model.experts else 2  # what routers read is kept
+        cheap = norms * size * h / layout.split + size * model.inner * (2 if model.gated else 1) / t
     else:
         scores = float((2 * size + 1 if model.dropout else size) * model.heads * job.sequence)
         cheap = scores / t
-    everything = whole / layout.split + (attention + inner + routed + scores) / t
+    gathered = size * h * (1 - 1 / layout.split) if model.experts else 0.0  # the whole sequence, for the router
+    everything = whole / layout.split + gathered + (attention + inner + scores) / t + routed
     drawn = (size * q + scores) / t if flash else 0.0  # flash attention has draws, and is not computed again
     full = size * h / layout.split + drawn
     saved = {"none": everything, "selective": everything - cheap, "full": full}[layout.recompute]
-    kept = _kept(job, layout) + (size * q + routed) / t
-    return Bytes(tokens * saved, tokens * kept, tokens * (everything - saved))
+    return Bytes(tokens * saved, tokens * _kept(job, layout), tokens * (everything - saved))
+
+
+def _routed(job: Job) -> float:
+    """Bytes of a token for each expert that it uses, before and after: every tensor-parallel rank has all."""
+    return 2 * job.precision.parameters * job.model.active * job.model.hidden if job.model.experts else 0.0
 
 
 def _kept(job: Job, layout: Layout) -> float:
     """Bytes of a token from I to W: inputs of products, and gradients of their results.
 
     Gradients of parts of the sequence were gathered for I, and so were the inputs of whole layers that are computed
-    again. What an activation function returns is computed again in W from what it read.
+    again, and of routers. What an activation function returns is computed again in W from what it read.
     """
-    model, t, size = job.model, layout.tp, job.precision.parameters
-    again = layout.recompute == "full" or (layout.recompute == "selective" and job.attention == "flash")
-    inputs = 2 * size * model.hidden / (1 if layout.recompute == "full" else layout.split)
-    gradients = (
-        2 * size * model.hidden + size * (model.queries + 2 * model.keys + (model.matrices - 1) * model.inner) / t
-    )
-    return inputs + gradients + size * model.inner * (3 if again and model.gated else 1) / t
+    model, t, size, full = job.model, layout.tp, job.precision.parameters, layout.recompute == "full"
+    h, split = model.hidden, 1 if full else layout.split
+    again = (full and not model.experts) or (layout.recompute == "selective" and job.attention == "flash")
+    inner = model.inner * (3 if again and model.gated else 1)
+    inputs = h / split + (h if model.experts else h / split) + (model.queries + inner) / t
+    gradients = h * (1 if model.experts else 2) + (model.queries + 2 * model.keys) / t
+    gradients += (model.matrices - 1) * model.inner / t
+    return size * (inputs + gradients) + _routed(job)
 
 
 @lru_cache(maxsize=4096)
@@ -185,10 +192,8 @@ def _elementwise(job: Job, layout: Layout, tokens: float) -> float:
     model, size = job.model, job.precision.parameters
     residual = (10 * size + (2 if model.dropout else 0)) * model.hidden
     inner = size * model.inner * model.matrices + size * 2 * (model.queries + model.keys)
-    routed = 4 * size * model.active * model.hidden if model.experts else 0
-    return _memory(job, tokens * (residual / layout.split + (inner + routed) / layout.tp)) + _scores(
-        job, tokens, layout.tp
-    )
+    split = residual / layout.split + inner / layout.tp + 2 * _routed(job)
+    return _memory(job, tokens * split) + _scores(job, tokens, layout.tp)
 
 
 def _memory(job: Job, nbytes: float) -> float:

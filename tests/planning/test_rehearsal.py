@@ -39,7 +39,9 @@ def written(layout: Layout, path: Path, which: Job | None = None) -> Path:
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize(
-    ("model", "attention"), [(LLAMA, "flash"), (GPT, "flash"), (GPT, "scores")], ids=["llama", "gpt", "scores"]
+    ("model", "attention"),
+    [(LLAMA, "flash"), (GPT, "flash"), (GPT, "scores"), (replace(EXPERTS, shared=0), "flash")],
+    ids=["llama", "gpt", "scores", "experts"],
 )
 def test_bytes_of_a_layer_are_those_of_its_programs(model: Model, attention: str, recompute: Recompute, tp: int):
     """What a layer saves, and keeps for W, is what the programs of the traced layer save and keep."""
