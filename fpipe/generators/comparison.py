@@ -7,14 +7,13 @@ for each, and memory is counted in whole shares too.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..errors import ScheduleError
 from ..schedule import Schedule
+from ..schedules.collector import uncollected
 from ..schedules.costs import Costs
 from ..schedules.pictures.labels import number
 from .catalogue import make_schedule, orders_slices, schedule_names
@@ -66,7 +65,7 @@ def compare(
     ('ZBVZeroBubble', 0.0, 25.5)
     """
     entries, left_out = [], []
-    with _no_collection():
+    with uncollected():
         for name in track(schedule_names() if names is None else names):
             cut = {"slices": slices} if slices > 1 and orders_slices(name) else {}
             try:
@@ -87,18 +86,6 @@ SORTED_BY: dict[str, Callable[[Entry], Any]] = {
         for name in ("total", "span", "memory", "weights", "messages")
     },
 }
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Without the search for cycles: schedules are millions of tuples without one, which it visits again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def entry_of(name: str, schedule: Schedule, costs: Costs) -> Entry:

@@ -9,11 +9,10 @@ schedules.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 from ..schedules.actions import AnyAction, Fused, plain
+from ..schedules.collector import uncollected
 from .builder import Builder, input_gradients_of, outputs_of
 from .keys import GradSum, Key, PartialGrad, grad, reduced_grad
 from .plan import LoweringInput, Plan
@@ -26,18 +25,6 @@ def lower(job: LoweringInput, rank: int) -> Plan:
     """The plan of one rank."""
     with uncollected():
         return _lower(job, rank)
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Pause the garbage collector, for what creates many objects and no reference cycles."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _lower(job: LoweringInput, rank: int) -> Plan:

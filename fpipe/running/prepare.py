@@ -17,11 +17,11 @@ from ..collectives.data import encode
 from ..errors import FpipeError, MismatchError, StageError
 from ..plans.builder import sum_of
 from ..plans.collective_order import Before, lower_together
-from ..plans.lowering import uncollected
 from ..plans.plan import LoweringInput, Plan
 from ..plans.value_graph import Interface, spec_of
 from ..programs.spent import timed
 from ..programs.stage_programs import Programs
+from ..schedules.collector import uncollected
 from ..tree import AbstractTree, Aval, Spec
 from . import interfaces
 from .config import Config, tied_leaves
