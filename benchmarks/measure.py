@@ -9,12 +9,15 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
 
 
-def alternate(runs: Sequence[Callable[[], object]], rounds: int = 30, warmup: int = 5) -> list[list[float]]:
+def alternate(
+    runs: Sequence[Callable[[], object]], rounds: int = 30, warmup: int = 5, clock: Callable[[], float] = perf_counter
+) -> list[list[float]]:
     """Seconds of each function in each round; the functions alternate."""
     torch.set_num_threads(1)
     for _ in range(warmup):
@@ -23,9 +26,9 @@ def alternate(runs: Sequence[Callable[[], object]], rounds: int = 30, warmup: in
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(rounds):
         for run, seconds in zip(runs, times, strict=True):
-            start = time.perf_counter()
+            start = clock()
             run()
-            seconds.append(time.perf_counter() - start)
+            seconds.append(clock() - start)
     return times
 
 

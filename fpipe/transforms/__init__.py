@@ -2,8 +2,9 @@
 """Gradient transforms: pairs of pure functions over trees with one entry per stage.
 
 ``tx = chain(...)``; ``state = tx.init(params)``; ``updates, state = tx.update(grads, state, params)``;
-``params = apply_updates(params, updates)``. Trees have ``None`` for stages on other processes and for frozen leaves.
-This package must not know schedules or how a pipeline runs: it reduces over ranks through ``over=`` or a group.
+``params = apply_updates(params, updates)``; or both in one pass: ``params, state = tx.step(grads, state, params)``.
+Trees have ``None`` for stages on other processes and for frozen leaves. This package must not know schedules or how a
+pipeline runs: it reduces over ranks through ``over=`` or a group.
 
 >>> import torch
 >>> tx = chain(clip_by_global_norm(1.0), adamw(0.1))

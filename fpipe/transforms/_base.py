@@ -8,8 +8,8 @@ any single transform, nor ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -20,7 +20,7 @@ from ..errors import TransformError
 from ..tree import Tree
 from . import _foreach as F
 from ._over import Over
-from ._places import Column, Places, map_kinds, places, recording
+from ._places import Column, Places, map_kinds, places, recording, scaled
 
 #: A tree of parameters: one entry per stage, None for stages on other processes.
 Params: TypeAlias = Tree
@@ -35,6 +35,18 @@ class Update(Protocol):
     """``update(grads, state, params) -> (updates, state)``; updates have the form of the gradients."""
 
     def __call__(self, grads: T, state: State, params: Params = None, /) -> tuple[T, State]: ...
+
+
+class InOnePass(Protocol):
+    """An update and its sum with the parameters: ``(grads, state, params, donate, factor) -> (params, state)``.
+
+    The gradients count times ``factor``, a tensor without axes, unless that is None. It writes into the memory of
+    ``params`` only if ``donate`` is true.
+    """
+
+    def __call__(
+        self, grads: Updates, state: State, params: Params, donate: bool, factor: Tensor | None, /
+    ) -> tuple[Params, State]: ...
 
 
 class Speculation(NamedTuple):
@@ -60,6 +72,9 @@ class Transform:
         donates: whether ``update`` writes into the memory of the state that is passed to it.
         parts: the transforms of a chain, in order; empty for any other transform.
         speculation: how an optimistic step skips the transform; None where it has to run ``update``.
+        factor: for a transform that multiplies all gradients by one factor: ``factor(grads) -> (factor, state)``, where
+            a factor of None is 1. The optimizer behind it then multiplies in its pass.
+        in_one_pass: how :meth:`step` updates the parameters without a tree of updates; None where it adds updates.
 
     A transform of the user's is written the same way as those of this package:
 
@@ -80,9 +95,80 @@ class Transform:
     donates: bool = False
     parts: tuple[Transform, ...] = ()
     speculation: Speculation | None = None
+    factor: Callable[[Updates], tuple[Tensor | None, State]] | None = None
+    in_one_pass: InOnePass | None = None
 
     def __iter__(self) -> Iterator[Callable[..., Any]]:
         return iter((self.init, self.update))
+
+    def step(self, grads: Updates, state: State, params: T, *, donate: bool = False) -> tuple[T, State]:
+        """Update and :func:`apply_updates` together, which for an optimizer is one pass over memory instead of two.
+
+        Last bits can differ from those of the two functions where the optimizer says so (:func:`adamw`).
+
+        Args:
+            grads: the gradients.
+            state: what ``init`` or the step before returned.
+            params: the parameters.
+            donate: write into the memory of ``params`` and return them; for the memory of the state see the optimizer.
+
+        Returns:
+            The new parameters, which are ``params`` if the transform makes no step, and the new state.
+
+        >>> from fpipe.transforms import adamw
+        >>> tx, params = adamw(0.1, weight_decay=0.0), [torch.ones(2)]
+        >>> params, state = tx.step([torch.ones(2)], tx.init(params), params)
+        >>> params, state.step.item()
+        ([tensor([0.9000, 0.9000])], 1)
+        """
+        return run_step(self, grads, state, params, donate, None)
+
+
+def run_step(
+    tx: Transform, grads: Updates, state: State, params: Params, donate: bool, factor: Tensor | None
+) -> tuple[Params, State]:
+    """:meth:`Transform.step` with a factor of the gradients."""
+    if tx.in_one_pass is not None:
+        return tx.in_one_pass(grads, state, params, donate, factor)
+    return in_two_passes(tx.update, grads, state, params, donate, factor)
+
+
+def in_two_passes(
+    update: Update, grads: Updates, state: State, params: Params, donate: bool, factor: Tensor | None
+) -> tuple[Params, State]:
+    """A step by ``update`` and :func:`apply_updates`."""
+    updates, state = update(_times(grads, factor), state, params)
+    return apply_updates(params, updates, donate=donate), state
+
+
+def _times(grads: Updates, factor: Tensor | None) -> Updates:
+    if factor is None:
+        return grads
+    at = places(grads)
+    with recording(at.leaves, [factor]):
+        return at.tree(scaled(at.leaves, factor))
+
+
+def scaling(
+    init: Callable[[Params], State], factor: Callable[[Updates], tuple[Tensor | None, State]],
+    speculation: Speculation | None = None,
+) -> Transform:  # fmt: skip
+    """A transform that multiplies all gradients by one factor, ``factor(grads) -> (factor, state)``; None stands for 1.
+
+    >>> half = scaling(lambda params: (), lambda grads: (torch.tensor(0.5), ()))
+    >>> half.update([torch.ones(1)], ())
+    ([tensor([0.5000])], ())
+    """
+
+    def recorded(grads: Updates) -> tuple[Tensor | None, State]:
+        with recording(places(grads).leaves):
+            return factor(grads)
+
+    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
+        by, state = recorded(grads)
+        return _times(grads, by), state
+
+    return Transform(init, update, speculation=speculation, factor=recorded)
 
 
 def stateless(update: Callable[[Updates, Params], Updates]) -> Transform:
@@ -156,19 +242,54 @@ def chain(*transforms: Transform) -> Transform:
         return tuple(transform.init(params) for transform in transforms)
 
     def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
-        if len(state) != len(transforms):
-            raise TransformError(
-                f"a state of {len(state)} parts for a chain of {len(transforms)} transforms; "
-                f"pass the state that this chain's init or update returned"
-            )
-        after = []
-        for transform, part in zip(transforms, state, strict=True):
-            if grads is not None:
-                grads, part = transform.update(grads, part, params)
-            after.append(part)
-        return grads, tuple(after)
+        return _through(transforms, grads, _state_of(transforms, state), params)
 
-    return Transform(init, update, donates=any(transform.donates for transform in transforms), parts=transforms)
+    donates = any(transform.donates for transform in transforms)
+    chained = Transform(init, update, donates=donates, parts=transforms)
+    if not transforms or transforms[-1].in_one_pass is None:
+        return chained
+    return replace(chained, in_one_pass=partial(_chain_in_one_pass, transforms))
+
+
+def _state_of(transforms: Sequence[Transform], state: State) -> State:
+    if len(state) != len(transforms):
+        raise TransformError(
+            f"a state of {len(state)} parts for a chain of {len(transforms)} transforms; "
+            f"pass the state that this chain's init or update returned"
+        )
+    return state
+
+
+def _through(
+    transforms: Sequence[Transform], grads: Updates, state: State, params: Params
+) -> tuple[Updates, tuple[State, ...]]:
+    after = []
+    for transform, part in zip(transforms, state, strict=True):
+        if grads is not None:
+            grads, part = transform.update(grads, part, params)
+        after.append(part)
+    return grads, tuple(after)
+
+
+def _chain_in_one_pass(
+    transforms: Sequence[Transform], grads: Updates, state: State, params: Params, donate: bool, factor: Tensor | None
+) -> tuple[Params, State]:
+    """All transforms but the last one update; the last one steps, and multiplies for the one before it."""
+    state, last = _state_of(transforms, state), transforms[-1]
+    before = transforms[:-1]
+    multiplies = bool(before) and before[-1].factor is not None and not last.parts
+    plain = before[:-1] if multiplies else before
+    if before:
+        grads, factor = _times(grads, factor), None
+    grads, after = _through(plain, grads, state[: len(plain)], params)
+    if grads is None:
+        return params, (*after, *state[len(plain) :])
+    if multiplies:
+        assert before[-1].factor is not None
+        factor, part = before[-1].factor(grads)
+        after = (*after, part)
+    params, part = run_step(last, grads, state[-1], params, donate, factor)
+    return params, (*after, part)
 
 
 def apply_updates(params: T, updates: Updates, *, donate: bool = False) -> T:
@@ -197,13 +318,18 @@ def apply_updates(params: T, updates: Updates, *, donate: bool = False) -> T:
     at = places(updates)
     before = at.of(params, "params")
     if donate:
-        _refuse_shared(at, before)
+        refuse_shared(at, before)
     with torch.no_grad() if donate else recording(at.leaves):
-        after = map_kinds(partial(_sum, donate=donate), before, at.leaves)
+        after = added(before, at.leaves, donate)
     return at.tree(after, base=params)
 
 
-def _refuse_shared(at: Places, params: list[Tensor]) -> None:
+def added(params: Column, updates: Column, donate: bool) -> Column:
+    """``params + updates``, each sum in its parameter's dtype."""
+    return map_kinds(partial(_sum, donate=donate), params, updates)
+
+
+def refuse_shared(at: Places, params: list[Tensor]) -> None:
     """Two parameters in the same memory would both receive the updates of both."""
     first_at: dict[int, int] = {}
     for index, leaf in enumerate(params):

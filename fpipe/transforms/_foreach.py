@@ -63,6 +63,8 @@ def _run(fresh: Fn, into: Fn, one: Fn, inplace: bool, xs: Tensors, *args: Any, *
 
 def mul(xs: Tensors, factor: float | Tensor | Sequence[float], *, inplace: bool = False) -> Tensors:
     """``x * factor``: one factor for all, or one for each."""
+    if isinstance(factor, float) and xs and xs[0].device.type == "cpu" and not differentiated():
+        factor = torch.tensor(factor, dtype=torch.float64)  # a number would become a tensor once for each leaf
     return _run(torch._foreach_mul, torch._foreach_mul_, torch.mul, inplace, xs, factor)
 
 
@@ -101,9 +103,9 @@ def sqrt(xs: Tensors) -> Tensors:
     return _each(torch._foreach_sqrt, torch.sqrt, xs)
 
 
-def sign(xs: Tensors) -> Tensors:
+def sign(xs: Tensors, *, inplace: bool = False) -> Tensors:
     """-1, 0 or 1."""
-    return _each(torch._foreach_sign, torch.sign, xs)
+    return _run(torch._foreach_sign, torch._foreach_sign_, torch.sign, inplace, xs)
 
 
 def _each(fresh: Fn, one: Fn, xs: Tensors) -> Tensors:
@@ -134,7 +136,7 @@ def cast(xs: Tensors, dtype: torch.dtype) -> Tensors:
 
 def cast_like(xs: Tensors, others: Tensors) -> Tensors:
     """Each in the dtype of the tensor at the same index of ``others``."""
-    return [x.to(y.dtype) for x, y in zip(xs, others, strict=True)]
+    return [x if x.dtype == y.dtype else x.to(y.dtype) for x, y in zip(xs, others, strict=True)]
 
 
 def copies(xs: Tensors, *, like: Tensors | None = None, into: Tensors | None = None) -> Tensors:
@@ -150,6 +152,31 @@ def copies(xs: Tensors, *, like: Tensors | None = None, into: Tensors | None = N
 def laid_out(xs: Tensors, others: Tensors) -> Tensors:
     """Each with the strides of the tensor at the same index of ``others``: the fused kernels ignore strides."""
     return [x if x.stride() == y.stride() else torch.empty_like(y).copy_(x) for x, y in zip(xs, others, strict=True)]
+
+
+def writable(xs: Tensors, given: bool) -> Tensors:
+    """Contiguous tensors to write: those of ``xs`` that are ``given`` and contiguous, and copies of all others."""
+    if given or not all(x.is_contiguous() for x in xs):
+        return [x if given and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format) for x in xs]
+    return list(torch._foreach_mul(xs, torch.ones((), device=xs[0].device)))  # allocates faster than empty_like
+
+
+def written(work: Tensors, xs: Tensors, given: bool) -> Tensors:
+    """The result of a kernel that wrote into ``writable(xs, given)``, in the layouts of ``xs``."""
+    pairs = zip(work, xs, strict=True)
+    return [w if x.is_contiguous() else (x if given else torch.empty_like(x)).copy_(w) for w, x in pairs]
+
+
+def fused_adamw(
+    ps: Tensors, gs: Tensors, ms: Tensors, vs: Tensors, step: Tensor,
+    lr: float, betas: Sequence[float], eps: float, decay: float,
+) -> None:  # fmt: skip
+    """One pass of AdamW over contiguous tensors of one dtype. Changes ps, ms and vs."""
+    steps = [step.to(ps[0].device, torch.float32)] * len(ps)
+    torch._fused_adamw_(
+        ps, gs, ms, vs, [], steps,
+        lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=decay, amsgrad=False, maximize=False,
+    )  # fmt: skip
 
 
 def fused_adam(

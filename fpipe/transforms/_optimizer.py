@@ -2,12 +2,15 @@
 """What all optimizers with moving averages share: their state, learning rate, weight decay and dtypes.
 
 An optimizer is its arithmetic, ``arithmetic(step, *moments) -> (updates, *moments)``, on columns of leaves of one
-device and dtype. This module must not know which optimizer, nor ranks.
+device and dtype. A step in one pass runs it on a block of leaves at a time and adds the updates while they are in the
+cache; a kernel that updates parameters itself takes the place of both. This module must
+not know which optimizer, nor ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -16,11 +19,15 @@ from torch import Tensor
 
 from ..errors import TransformError
 from . import _foreach as F
-from ._base import Params, State, Transform, leafwise
-from ._places import Column, Mask, Places, by_kind, count, flags, mask_of, zeros
+from ._base import Params, State, Transform, Updates, added, in_two_passes, leafwise, refuse_shared
+from ._places import Column, Mask, Places, by_kind, count, flags, mask_of, places, recording, scaled, zeros
 
 #: A number, or a function of the number of steps before this one.
 Rate: TypeAlias = float | Callable[[int], float]
+#: From a :class:`Step` and a column per moment to new parameters and moments; None for leaves that it cannot update.
+Kernel: TypeAlias = Callable[..., "Sequence[Column] | None"]
+#: Elements of the parameters of a block on a CPU.
+_BLOCK = 1 << 18
 
 
 def rate_at(rate: Rate, steps: Tensor) -> float:
@@ -44,6 +51,7 @@ class Step(NamedTuple):
     grads: Column
     params: Column  # of None where nothing decays
     decays: list[bool]
+    donate_params: bool = False
 
     def decayed(self, us: Column) -> Column:
         """Updates, which are changed, with decoupled decay."""
@@ -53,7 +61,7 @@ class Step(NamedTuple):
 def optimizer(
     name: str, state_type: Callable[..., State], arithmetic: Callable[..., Sequence[Column]], lr: Rate, *,
     moments: int = 1, decay: float = 0.0, mask: Mask | None = None, dtype: torch.dtype | None = None,
-    donate: bool = False,
+    donate: bool = False, kernel: Kernel | None = None, blocks: bool = True,
 ) -> Transform:  # fmt: skip
     """A transform from the arithmetic of an optimizer.
 
@@ -67,6 +75,8 @@ def optimizer(
         mask: which leaves decay; all of them by default.
         dtype: that of the moments; by default the parameters'.
         donate: whether the arithmetic writes the new moments into the memory of the old ones.
+        kernel: from a :class:`Step` and the moments to new parameters and moments; None where it cannot.
+        blocks: whether the arithmetic of a leaf is independent of the leaves beside it.
     """
 
     def init(params: Params) -> State:
@@ -74,20 +84,80 @@ def optimizer(
             mask_of(mask, params)  # raises
         return state_type(count(), *(zeros(params, dtype) for _ in range(moments)))
 
-    def update(at: Places, state: State, params: Params) -> tuple[Column, State]:
-        number, trees, positions = state.step + 1, state[1 : 1 + moments], list(range(len(at.leaves)))
-        columns = [at.of(tree, "the state") for tree in trees]
-        weights, decays = [None] * len(positions), [False] * len(positions)
+    def run(
+        step: Callable[..., Sequence[Column]], at: Places, state: State, params: Params, needs_params: str = "",
+        keys: Callable[[Column, list[bool]], Sequence[Hashable] | None] = lambda weights, decays: None,
+    ) -> tuple[Column, State]:  # fmt: skip
+        """``step(Step, *moments)`` on all leaves: its first column, and a state of the others."""
+        number, trees = state.step + 1, state[1 : 1 + moments]
+        columns, first = [at.of(tree, "the state") for tree in trees], at.leaves
+        weights, decays = [None] * len(first), [False] * len(first)
+        if needs_params:
+            weights = weights_of(at, params, needs_params)
         if decay:
-            weights, decays = weights_of(at, params, f"{name} with weight decay"), flags(at, mask, params)
-        step = partial(Step, number, rate_at(lr, state.step), decay, donate, at)
-        kernel = lambda _, *parts: arithmetic(step(*parts[:4]), *parts[4:])
-        us = at.leaves
-        if us:
-            us, *columns = by_kind(kernel, columns[0] if moments else us, positions, us, weights, decays, *columns)
-        return us, state_type(number, *(at.tree(column, tree) for column, tree in zip(columns, trees, strict=True)))
+            decays = flags(at, mask, params)
+        if first:
+            values = partial(Step, number, rate_at(lr, state.step), decay, donate, at)
+            each = lambda _, *parts: step(values(*parts[:4]), *parts[4:])
+            kinds, positions = columns[0] if moments else first, list(range(len(first)))
+            first, *columns = by_kind(
+                each, kinds, positions, first, weights, decays, *columns, keys=keys(weights, decays)
+            )
+        return first, state_type(number, *(at.tree(c, tree) for c, tree in zip(columns, trees, strict=True)))
 
-    return leafwise(init, update, donates=donate)
+    def update(at: Places, state: State, params: Params) -> tuple[Column, State]:
+        return run(arithmetic, at, state, params, f"{name} with weight decay" if decay else "")
+
+    tx = leafwise(init, update, donates=donate)
+
+    def in_one_pass(
+        grads: Updates, state: State, params: Params, donate_params: bool, factor: Tensor | None
+    ) -> tuple[Params, State]:
+        at = places(grads)
+        with recording(at.leaves, [factor]):
+            if F.differentiated():
+                return in_two_passes(tx.update, grads, state, params, donate_params, factor)
+        if donate_params:
+            refuse_shared(at, weights_of(at, params, f"a step of {name}"))
+        step = partial(_step, arithmetic, kernel, donate_params, factor)
+        single = kernel is not None and donate and donate_params and factor is None  # nothing is read twice
+        keys = partial(_blocks, single) if blocks else lambda weights, decays: None
+        with torch.no_grad():
+            after, state = run(step, at, state, params, f"a step of {name}", keys)
+        return at.tree(after, base=params), state
+
+    return replace(tx, in_one_pass=in_one_pass)
+
+
+def _step(
+    arithmetic: Callable[..., Sequence[Column]], kernel: Kernel | None, donate: bool, factor: Tensor | None,
+    step: Step, *moments: Column,
+) -> Sequence[Column]:  # fmt: skip
+    """New parameters and moments of a block of leaves."""
+    grads = step.grads if factor is None else scaled(step.grads, factor)
+    step = step._replace(grads=grads, donate_params=donate)
+    after = None if kernel is None else kernel(step, *moments)
+    if after is None:
+        us, *after = arithmetic(step, *moments)
+        after = added(step.params, us, donate), *after
+    return after
+
+
+def _blocks(single: bool, params: Column, decays: list[bool]) -> list[Hashable]:
+    """A key for each leaf: leaves of one device, dtype and decay, on a CPU as many as its cache holds.
+
+    ``single``: as many as there are.
+    """
+    blocks: dict[Hashable, tuple[int, int]] = {}  # of a kind: the number of the last block, and its elements
+    keys = []
+    for leaf, on in zip(params, decays, strict=True):
+        kind = leaf.device, leaf.dtype, on
+        number, elements = blocks.get(kind, (0, 0))
+        if elements >= _BLOCK and not single and leaf.device.type == "cpu":
+            number, elements = number + 1, 0
+        keys.append((*kind, number))
+        blocks[kind] = number, elements + leaf.numel()
+    return keys
 
 
 def weights_of(at: Places, params: Params, who: str) -> Column:

@@ -148,6 +148,15 @@ def map_kinds(kernel: Callable[..., Column], *columns: Column, keys: Sequence[Ha
     return by_kind(lambda *parts: [kernel(*parts)], *columns, keys=keys)[0] if columns[0] else []
 
 
+def scaled(leaves: list[Tensor], factor: float | Tensor) -> list[Tensor]:
+    """Every leaf times a number, or times a tensor without axes in the leaf's dtype."""
+
+    def kernel(xs: list[Tensor]) -> list[Tensor]:
+        return F.mul(xs, factor.to(xs[0].device, xs[0].dtype) if isinstance(factor, Tensor) else factor)
+
+    return map_kinds(kernel, leaves)
+
+
 @contextmanager
 def recording(*columns: Iterable[Any]) -> Iterator[None]:
     """Autograd records only where an argument requires a gradient: meta-gradients work, and loops keep no graph.

@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from ..errors import TransformError
 from ..tree import Tree, tree_map
-from ._base import Params, State, Transform, Updates, identity
+from ._base import Params, State, Transform, Updates, identity, refuse_shared, run_step
+from ._optimizer import weights_of
 from ._places import Column, Labels, Mask, Places, labels_of, mask_of, places
 
 
@@ -40,7 +43,13 @@ def masked(inner: Transform, mask: Mask) -> Transform:
         updates, (after, _) = both.update(grads, (state, ()), params)
         return updates, after
 
-    return Transform(lambda params: both.init(params)[0], update, donates=inner.donates)
+    def in_one_pass(
+        grads: Updates, state: State, params: Params, donate: bool, factor: Tensor | None
+    ) -> tuple[Params, State]:
+        params, (after, _) = run_step(both, grads, (state, ()), params, donate, factor)
+        return params, after
+
+    return Transform(lambda params: both.init(params)[0], update, donates=inner.donates, in_one_pass=in_one_pass)
 
 
 def partition(transforms: Mapping[str, Transform], labels: Labels) -> Transform:
@@ -93,4 +102,19 @@ def _by_label(transforms: Mapping[Any, Transform], labels: Callable[[Tree], Tree
             states.append(part)
         return at.tree(columns[label][index] for index, label in enumerate(by_leaf)), tuple(states)
 
-    return Transform(init, update, donates=any(transform.donates for transform in transforms.values()))
+    def in_one_pass(
+        grads: Updates, state: State, params: Params, donate: bool, factor: Tensor | None
+    ) -> tuple[Params, State]:
+        at = places(grads)
+        weights, by_leaf, columns, states = weights_of(at, params, "a step"), column(at, params), {}, []
+        if donate:
+            refuse_shared(at, weights)
+        for (label, transform), part in zip(transforms.items(), state, strict=True):
+            chosen = [each == label for each in by_leaf]
+            after, part = run_step(transform, at.keep(chosen), part, at.keep(chosen, params), donate, factor)
+            columns[label] = at.column(after, "params")
+            states.append(part)
+        return at.tree((columns[label][i] for i, label in enumerate(by_leaf)), base=params), tuple(states)
+
+    donates = any(transform.donates for transform in transforms.values())
+    return Transform(init, update, donates=donates, in_one_pass=in_one_pass)

@@ -18,8 +18,7 @@ from ..errors import TransformError
 from . import _foreach as F
 from ._base import Params, Speculation, State, Transform, Updates
 from ._over import Over, board_device, own_leaves
-from ._places import count, map_kinds, places
-from .scaling import scaled
+from ._places import count, map_kinds, places, scaled
 
 
 class SkipState(NamedTuple):

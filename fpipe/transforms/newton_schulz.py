@@ -85,7 +85,7 @@ def muon(
         raise TransformError(f"adjust={adjust!r}; there are 'original', 'match_rms_adamw' and None")
     orthogonal = lambda matrices: _orthogonal(matrices, coefficients, steps, eps)
     arithmetic = partial(_muon, momentum, nesterov, orthogonal, adjust)
-    tx = optimizer("muon", MuonState, arithmetic, lr, decay=weight_decay, mask=mask, donate=donate)
+    tx = optimizer("muon", MuonState, arithmetic, lr, decay=weight_decay, mask=mask, donate=donate, blocks=False)
     return replace(tx, init=lambda params: tx.init(_checked(params)))
 
 

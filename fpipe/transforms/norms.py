@@ -19,10 +19,9 @@ from ..collectives.group import Group
 from ..errors import TransformError
 from ..tree import Tree, matches, names, unmatched
 from . import _foreach as F
-from ._base import Params, Speculation, State, Transform, Updates, on_leaves
+from ._base import Speculation, State, Transform, Updates, on_leaves, scaling
 from ._over import Board, Over, Sharded, board_device, own_leaves, shards_of, stages_here, wide
-from ._places import map_kinds, places, recording
-from .scaling import scaled
+from ._places import map_kinds, places
 
 #: Elements in one row of an exact norm; any number would do, as long as it never changes.
 _ROW = 1024
@@ -114,8 +113,11 @@ class Norm(NamedTuple):
         """The norm of a vector from the norms of its parts, in their order."""
         if not norms:
             return torch.zeros((), device=device)
-        dtype = reduce(torch.promote_types, [norm.dtype for norm in norms])
-        return torch.linalg.vector_norm(torch.stack([norm.to(device, dtype) for norm in norms]), self.p)
+        kinds = {(norm.device, norm.dtype) for norm in norms}
+        dtype = reduce(torch.promote_types, [dtype for _, dtype in kinds])
+        if kinds != {(device, dtype)}:
+            norms = [norm.to(device, dtype) for norm in norms]
+        return torch.linalg.vector_norm(torch.stack(norms), self.p)
 
 
 def _by_rows(flat: Tensor, p: float) -> Tensor:
@@ -191,17 +193,14 @@ def clip_by_global_norm(
     options = Norm.of(over, p, exact, tied, shards)
     init = lambda params: ClipState(torch.zeros((), device=board_device(params, over)))
 
-    def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
-        at = places(grads)
-        with recording(at.leaves):
-            norm = options.total(grads)
-            factor = _factor(norm, max_norm)
-            # item() would wait for a device, and under torch.func there may be several values
-            if factor.device.type == "cpu" and not F.differentiated() and factor.item() == 1:
-                return grads, ClipState(norm.detach())
-            return at.tree(scaled(at.leaves, factor)), ClipState(norm.detach())
+    def factor(grads: Updates) -> tuple[Tensor | None, State]:
+        norm = options.total(grads)
+        by = _factor(norm, max_norm)
+        # item() would wait for a device, and under torch.func there may be several values
+        unclipped = by.device.type == "cpu" and not F.differentiated() and by.item() == 1
+        return None if unclipped else by, ClipState(norm.detach())
 
-    return Transform(init, update, speculation=_unclipped(options, max_norm))
+    return scaling(init, factor, speculation=_unclipped(options, max_norm))
 
 
 def _factor(norm: Tensor, max_norm: float) -> Tensor:

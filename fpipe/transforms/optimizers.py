@@ -16,8 +16,9 @@ Lion: Symbolic Discovery of Optimization Algorithms, Chen et al. 2023 (arXiv:230
     update = −lr · (sign(β₁ m + (1 − β₁) g) + decay · p)      m ← β₂ m + (1 − β₂) g
 
 The formulas and the defaults are torch's. The last bits of a parameter can differ from those of torch's optimizer,
-which changes parameters within its formula: here an update, decay included, is rounded before it is added. The momentum
-of ``sgd`` and the averages of ``adamw(fused=False)`` have the bits of torch's foreach kernels for the same gradients,
+which changes parameters within its formula: an update, decay included, is rounded before it is added. The method
+``step`` of ``adamw`` runs torch's fused kernel on parameters and has the bits of torch.optim.AdamW(fused=True). The
+momentum of ``sgd`` and the averages of ``adamw(fused=False)`` have the bits of torch's foreach kernels for the same gradients,
 and without decay so have the parameters under ``adamw(fused=False)``.
 
 Updates of bfloat16 and float16 parameters are rounded to them: use :func:`fpipe.master`. This module must not know
@@ -117,7 +118,8 @@ def adamw(
         mask: which leaves decay (see :func:`weight_decay`).
         dtype: that of the state and of the updates; by default the parameter's.
         fused: False uses torch's foreach kernels step by step. By default the one-pass kernel runs where there is one;
-            its last bits may differ.
+            its last bits may differ. ``step`` then has the bits of ``torch.optim.AdamW(fused=True)``, unless leaves are
+            complex or ``dtype`` is another one: then those of ``update`` and ``apply_updates``.
         donate: write the new state into the memory of the old one, which must not be used again.
 
     Returns:
@@ -139,8 +141,23 @@ def adamw(
         )
     return optimizer(
         "adamw", AdamState, partial(_adam, betas, eps, fused), lr,
-        moments=2, decay=weight_decay, mask=mask, dtype=dtype, donate=donate,
+        moments=2, decay=weight_decay, mask=mask, dtype=dtype, donate=donate, kernel=partial(_adamw, betas, eps, fused),
     )  # fmt: skip
+
+
+def _adamw(
+    betas: tuple[float, float], eps: float, fused: bool | None, step: Step, ms: Column, vs: Column
+) -> tuple[Column, ...] | None:
+    """Parameters and moments from torch's fused kernel; None where it does not take them."""
+    p = step.params[0]
+    if not (p.device.type in F.FUSED_DEVICES if fused is None else fused) or p.is_complex() or p.dtype != ms[0].dtype:
+        return None
+    columns = ((step.params, step.donate_params), (ms, step.donate), (vs, step.donate))
+    work = [F.writable(xs, given) for xs, given in columns]
+    gs = [g.contiguous() for g in F.cast(step.grads, p.dtype)]
+    decay = step.decay if step.decays[0] else 0.0
+    F.fused_adamw(work[0], gs, work[1], work[2], step.number, step.rate, betas, eps, decay)
+    return tuple(F.written(ws, xs, given) for ws, (xs, given) in zip(work, columns, strict=True))
 
 
 def _adam(
@@ -212,5 +229,5 @@ def lion(
 
 def _lion(betas: tuple[float, float], step: Step, ms: Column) -> tuple[Column, ...]:
     gs = F.cast_like(step.grads, ms)
-    us = F.mul(F.sign(F.lerp(ms, gs, 1 - betas[0])), -step.rate, inplace=True)
+    us = F.mul(F.sign(F.lerp(ms, gs, 1 - betas[0]), inplace=True), -step.rate, inplace=True)
     return step.decayed(us), F.lerp(ms, gs, 1 - betas[1], inplace=step.donate)

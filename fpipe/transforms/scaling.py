@@ -18,22 +18,13 @@ from . import _foreach as F
 from ._base import Params, State, Transform, leafwise, on_leaves
 from ._optimizer import decay, rate_at, weights_of
 from ._over import Over, shards_of
-from ._places import Column, Mask, Places, count, flags, map_kinds, mask_of
+from ._places import Column, Mask, Places, count, flags, map_kinds, mask_of, scaled
 
 
 class StepState(NamedTuple):
     """``step``: number of steps."""
 
     step: Tensor
-
-
-def scaled(leaves: list[Tensor], factor: float | Tensor) -> list[Tensor]:
-    """Every leaf times a number, or times a tensor without axes in the leaf's dtype."""
-
-    def kernel(xs: list[Tensor]) -> list[Tensor]:
-        return F.mul(xs, factor.to(xs[0].device, xs[0].dtype) if isinstance(factor, Tensor) else factor)
-
-    return map_kinds(kernel, leaves)
 
 
 def scale(factor: float | Tensor) -> Transform:
