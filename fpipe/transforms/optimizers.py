@@ -18,8 +18,8 @@ Lion: Symbolic Discovery of Optimization Algorithms, Chen et al. 2023 (arXiv:230
 The formulas and the defaults are torch's. The last bits of a parameter can differ from those of torch's optimizer,
 which changes parameters within its formula: an update, decay included, is rounded before it is added. The method
 ``step`` of ``adamw`` runs torch's fused kernel on parameters and has the bits of torch.optim.AdamW(fused=True). The
-momentum of ``sgd`` and the averages of ``adamw(fused=False)`` have the bits of torch's foreach kernels for the same gradients,
-and without decay so have the parameters under ``adamw(fused=False)``.
+momentum of ``sgd`` and the averages of ``adamw(fused=False)`` have the bits of torch's foreach kernels for the same
+gradients, and without decay so have the parameters under ``adamw(fused=False)``.
 
 Updates of bfloat16 and float16 parameters are rounded to them: use :func:`fpipe.master`. This module must not know
 ranks.
