@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import TransformError
 from . import _foreach as F
-from ._base import Params, State, Transform, Updates, added, in_two_passes, leafwise, refuse_shared
+from ._base import Params, State, Transform, Update, Updates, added, in_two_passes, leafwise, refuse_shared
 from ._places import Column, Mask, Places, by_kind, count, flags, mask_of, places, recording, scaled, zeros
 
 #: A number, or a function of the number of steps before this one.
@@ -79,54 +79,65 @@ def optimizer(
         blocks: whether the arithmetic of a leaf is independent of the leaves beside it.
     """
 
-    def init(params: Params) -> State:
-        if mask is not None:
-            mask_of(mask, params)  # raises
-        return state_type(count(), *(zeros(params, dtype) for _ in range(moments)))
+    rule = _Rule(name, state_type, arithmetic, lr, moments, decay, mask, dtype, donate, kernel, blocks)
+    tx = leafwise(rule.init, rule.update, donates=donate)
+    return replace(tx, in_one_pass=partial(rule.in_one_pass, tx.update))
 
-    def run(
-        step: Callable[..., Sequence[Column]], at: Places, state: State, params: Params, needs_params: str = "",
+
+class _Rule(NamedTuple):
+    """The arguments of :func:`optimizer`, and the functions of its transform."""
+
+    name: str
+    state_type: Callable[..., State]
+    arithmetic: Callable[..., Sequence[Column]]
+    lr: Rate
+    moments: int
+    decay: float
+    mask: Mask | None
+    dtype: torch.dtype | None
+    donate: bool
+    kernel: Kernel | None
+    blocks: bool
+
+    def init(self, params: Params) -> State:
+        if self.mask is not None:
+            mask_of(self.mask, params)  # raises
+        return self.state_type(count(), *(zeros(params, self.dtype) for _ in range(self.moments)))
+
+    def update(self, at: Places, state: State, params: Params) -> tuple[Column, State]:
+        return self._run(self.arithmetic, at, state, params, f"{self.name} with weight decay" if self.decay else "")
+
+    def in_one_pass(
+        self, update: Update, grads: Updates, state: State, params: Params, donate: bool, factor: Tensor | None
+    ) -> tuple[Params, State]:
+        at, who = places(grads), f"a step of {self.name}"
+        with recording(at.leaves, [factor]):
+            if F.differentiated():
+                return in_two_passes(update, grads, state, params, donate, factor)
+        if donate:
+            refuse_shared(at, weights_of(at, params, who))
+        step = partial(_step, self.arithmetic, self.kernel, donate, factor)
+        single = self.kernel is not None and self.donate and donate and factor is None  # nothing is read twice
+        keys = partial(_blocks, single) if self.blocks else lambda weights, decays: None
+        with torch.no_grad():
+            after, state = self._run(step, at, state, params, who, keys)
+        return at.tree(after, base=params), state
+
+    def _run(
+        self, step: Callable[..., Sequence[Column]], at: Places, state: State, params: Params, needs_params: str,
         keys: Callable[[Column, list[bool]], Sequence[Hashable] | None] = lambda weights, decays: None,
     ) -> tuple[Column, State]:  # fmt: skip
         """``step(Step, *moments)`` on all leaves: its first column, and a state of the others."""
-        number, trees = state.step + 1, state[1 : 1 + moments]
+        number, trees = state.step + 1, state[1 : 1 + self.moments]
         columns, first = [at.of(tree, "the state") for tree in trees], at.leaves
-        weights, decays = [None] * len(first), [False] * len(first)
-        if needs_params:
-            weights = weights_of(at, params, needs_params)
-        if decay:
-            decays = flags(at, mask, params)
+        weights = weights_of(at, params, needs_params) if needs_params else [None] * len(first)
+        decays = flags(at, self.mask, params) if self.decay else [False] * len(first)
         if first:
-            values = partial(Step, number, rate_at(lr, state.step), decay, donate, at)
+            values = partial(Step, number, rate_at(self.lr, state.step), self.decay, self.donate, at)
             each = lambda _, *parts: step(values(*parts[:4]), *parts[4:])
-            kinds, positions = columns[0] if moments else first, list(range(len(first)))
-            first, *columns = by_kind(
-                each, kinds, positions, first, weights, decays, *columns, keys=keys(weights, decays)
-            )
-        return first, state_type(number, *(at.tree(c, tree) for c, tree in zip(columns, trees, strict=True)))
-
-    def update(at: Places, state: State, params: Params) -> tuple[Column, State]:
-        return run(arithmetic, at, state, params, f"{name} with weight decay" if decay else "")
-
-    tx = leafwise(init, update, donates=donate)
-
-    def in_one_pass(
-        grads: Updates, state: State, params: Params, donate_params: bool, factor: Tensor | None
-    ) -> tuple[Params, State]:
-        at = places(grads)
-        with recording(at.leaves, [factor]):
-            if F.differentiated():
-                return in_two_passes(tx.update, grads, state, params, donate_params, factor)
-        if donate_params:
-            refuse_shared(at, weights_of(at, params, f"a step of {name}"))
-        step = partial(_step, arithmetic, kernel, donate_params, factor)
-        single = kernel is not None and donate and donate_params and factor is None  # nothing is read twice
-        keys = partial(_blocks, single) if blocks else lambda weights, decays: None
-        with torch.no_grad():
-            after, state = run(step, at, state, params, f"a step of {name}", keys)
-        return at.tree(after, base=params), state
-
-    return replace(tx, in_one_pass=in_one_pass)
+            kinds, inputs = columns[0] if columns else first, (list(range(len(first))), first, weights, decays)
+            first, *columns = by_kind(each, kinds, *inputs, *columns, keys=keys(weights, decays))
+        return first, self.state_type(number, *(at.tree(c, tree) for c, tree in zip(columns, trees, strict=True)))
 
 
 def _step(

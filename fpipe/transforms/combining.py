@@ -8,6 +8,7 @@ all processes take part in what it asks of them. This module must not know any s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -102,19 +103,21 @@ def _by_label(transforms: Mapping[Any, Transform], labels: Callable[[Tree], Tree
             states.append(part)
         return at.tree(columns[label][index] for index, label in enumerate(by_leaf)), tuple(states)
 
-    def in_one_pass(
-        grads: Updates, state: State, params: Params, donate: bool, factor: Tensor | None
-    ) -> tuple[Params, State]:
-        at = places(grads)
-        weights, by_leaf, columns, states = weights_of(at, params, "a step"), column(at, params), {}, []
-        if donate:
-            refuse_shared(at, weights)
-        for (label, transform), part in zip(transforms.items(), state, strict=True):
-            chosen = [each == label for each in by_leaf]
-            after, part = run_step(transform, at.keep(chosen), part, at.keep(chosen, params), donate, factor)
-            columns[label] = at.column(after, "params")
-            states.append(part)
-        return at.tree((columns[label][i] for i, label in enumerate(by_leaf)), base=params), tuple(states)
-
     donates = any(transform.donates for transform in transforms.values())
-    return Transform(init, update, donates=donates, in_one_pass=in_one_pass)
+    return Transform(init, update, donates=donates, in_one_pass=partial(_parts_in_one_pass, transforms, column))
+
+
+def _parts_in_one_pass(
+    transforms: Mapping[Any, Transform], column: Callable[[Places, Tree], Column],
+    grads: Updates, state: State, params: Params, donate: bool, factor: Tensor | None,
+) -> tuple[Params, State]:  # fmt: skip
+    at = places(grads)
+    weights, by_leaf, columns, states = weights_of(at, params, "a step"), column(at, params), {}, []
+    if donate:
+        refuse_shared(at, weights)
+    for (label, transform), part in zip(transforms.items(), state, strict=True):
+        chosen = [each == label for each in by_leaf]
+        after, part = run_step(transform, at.keep(chosen), part, at.keep(chosen, params), donate, factor)
+        columns[label] = at.column(after, "params")
+        states.append(part)
+    return at.tree((columns[label][index] for index, label in enumerate(by_leaf)), base=params), tuple(states)

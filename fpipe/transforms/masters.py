@@ -6,6 +6,7 @@ This module must not know ranks or optimizers.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ..tree import tree_map
 from . import _foreach as F
-from ._base import Params, State, Transform, Updates, in_two_passes, run_step
+from ._base import Params, State, Transform, Update, Updates, in_two_passes, run_step
 from ._optimizer import weights_of
 from ._over import wide
 from ._places import Column, map_kinds, places, recording
@@ -84,27 +85,31 @@ def master(inner: Transform, *, donate: bool = False) -> Transform:
                 copies[i] = copy
             return at.tree(us), MasterState(at.tree(copies, base=state.master), after)
 
-    def in_one_pass(
-        grads: Updates, state: State, params: Params, donate_params: bool, factor: Tensor | None
-    ) -> tuple[Params, State]:
-        at = places(grads)
-        with recording(at.leaves, [factor]):
-            if F.differentiated():
-                return in_two_passes(update, grads, state, params, donate_params, factor)
-        before, copies = weights_of(at, params, "master"), at.column(state.master, "the state")
-        halves = [copy is not None for copy in copies]
-        like = [copy if half else leaf for leaf, copy, half in zip(before, copies, halves, strict=True)]
-        gs = [g.detach().float() if half else g for g, half in zip(at.leaves, halves, strict=True)]
-        into = donate and (donate_params or all(halves))
-        tree, after = run_step(inner, at.tree(gs), state.inner, at.tree(like, base=params), into, factor)
-        new = at.column(tree, "the updates")
-        with torch.no_grad():
-            pairs = zip(before, new, halves, strict=True)
-            rounded = [_rounded(p, x, donate_params) if half else x for p, x, half in pairs]
-        masters = [x if half else None for x, half in zip(new, halves, strict=True)]
-        return at.tree(rounded, base=params), MasterState(at.tree(masters, base=state.master), after)
+    return Transform(
+        init, update, donates=donate or inner.donates, in_one_pass=partial(_in_one_pass, inner, update, donate)
+    )
 
-    return Transform(init, update, donates=donate or inner.donates, in_one_pass=in_one_pass)
+
+def _in_one_pass(
+    inner: Transform, update: Update, donate: bool,
+    grads: Updates, state: State, params: Params, donate_params: bool, factor: Tensor | None,
+) -> tuple[Params, State]:  # fmt: skip
+    at = places(grads)
+    with recording(at.leaves, [factor]):
+        if F.differentiated():
+            return in_two_passes(update, grads, state, params, donate_params, factor)
+    before, copies = weights_of(at, params, "master"), at.column(state.master, "the state")
+    halves = [copy is not None for copy in copies]
+    like = [copy if half else leaf for leaf, copy, half in zip(before, copies, halves, strict=True)]
+    gs = [g.detach().float() if half else g for g, half in zip(at.leaves, halves, strict=True)]
+    into = donate and (donate_params or all(halves))
+    tree, after = run_step(inner, at.tree(gs), state.inner, at.tree(like, base=params), into, factor)
+    new = at.column(tree, "the updates")
+    with torch.no_grad():
+        pairs = zip(before, new, halves, strict=True)
+        rounded = [_rounded(p, x, donate_params) if half else x for p, x, half in pairs]
+    masters = [x if half else None for x, half in zip(new, halves, strict=True)]
+    return at.tree(rounded, base=params), MasterState(at.tree(masters, base=state.master), after)
 
 
 def _rounded(param: Tensor, copy: Tensor, donate: bool) -> Tensor:
