@@ -63,8 +63,9 @@ def _run(fresh: Fn, into: Fn, one: Fn, inplace: bool, xs: Tensors, *args: Any, *
 
 def mul(xs: Tensors, factor: float | Tensor | Sequence[float], *, inplace: bool = False) -> Tensors:
     """``x * factor``: one factor for all, or one for each."""
-    if isinstance(factor, float) and xs and xs[0].device.type == "cpu" and not differentiated():
-        factor = torch.tensor(factor, dtype=torch.float64)  # a number would become a tensor once for each leaf
+    if isinstance(factor, float) and xs and xs[0].device.type == "cpu" and all(x.ndim for x in xs):
+        # A number becomes a tensor once for each leaf. Beside a leaf without axes the tensor would decide the dtype.
+        factor = factor if differentiated() else torch.tensor(factor, dtype=torch.float64)
     return _run(torch._foreach_mul, torch._foreach_mul_, torch.mul, inplace, xs, factor)
 
 

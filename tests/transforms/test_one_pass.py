@@ -78,6 +78,16 @@ def test_adamw_without_the_fused_kernel_has_the_bits_of_updates():
         assert same(stepped(tx, copied(params), grads, True), follow(tx, params, grads))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_leaves_without_axes_keep_their_dtype(dtype: torch.dtype):
+    """A factor in a tensor of float64 would decide the dtype of such a leaf."""
+    params, grads = [torch.ones(2, dtype=dtype), torch.ones((), dtype=dtype)], [torch.ones(2), torch.ones(())]
+    for tx in (T.adamw(0.1), T.lion(0.1), T.sgd(0.1), T.chain(T.clip_by_global_norm(0.1), T.adamw(0.1))):
+        for after, state in (follow(tx, params, [grads] * 2), stepped(tx, params, [grads] * 2)):
+            assert {leaf.dtype for leaf in after} == {dtype}
+            assert torch.equal(after[0][0], after[1])
+
+
 @pytest.mark.parametrize("donate", [False, True])
 def test_layouts(donate: bool):
     """Transposed leaves, leaves with gaps, and gradients of other strides: the kernel walks memory."""
