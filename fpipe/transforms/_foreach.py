@@ -159,7 +159,9 @@ def writable(xs: Tensors, given: bool) -> Tensors:
     """Contiguous tensors to write: those of ``xs`` that are ``given`` and contiguous, and copies of all others."""
     if given or not all(x.is_contiguous() for x in xs):
         return [x if given and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format) for x in xs]
-    return list(torch._foreach_mul(xs, torch.ones((), device=xs[0].device)))  # allocates faster than empty_like
+    return list(
+        torch._foreach_mul(xs, torch.ones((), dtype=xs[0].dtype, device=xs[0].device))
+    )  # allocates faster than empty_like
 
 
 def written(work: Tensors, xs: Tensors, given: bool) -> Tensors:

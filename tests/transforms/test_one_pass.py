@@ -83,7 +83,7 @@ def test_leaves_without_axes_keep_their_dtype(dtype: torch.dtype):
     """A factor in a tensor of float64 would decide the dtype of such a leaf."""
     params, grads = [torch.ones(2, dtype=dtype), torch.ones((), dtype=dtype)], [torch.ones(2), torch.ones(())]
     for tx in (T.adamw(0.1), T.lion(0.1), T.sgd(0.1), T.chain(T.clip_by_global_norm(0.1), T.adamw(0.1))):
-        for after, state in (follow(tx, params, [grads] * 2), stepped(tx, params, [grads] * 2)):
+        for after, _ in (follow(tx, params, [grads] * 2), stepped(tx, params, [grads] * 2)):
             assert {leaf.dtype for leaf in after} == {dtype}
             assert torch.equal(after[0][0], after[1])
 
