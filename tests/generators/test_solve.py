@@ -13,6 +13,8 @@ import torch
 import fpipe
 from fpipe import Costs, Placement, Schedule, ScheduleError, Solved, make_schedule, solve
 from fpipe.generators.solver import exact
+from fpipe.generators.solver.bounds import lower_bound
+from fpipe.generators.solver.problem import Problem
 
 
 def quick(costs: Costs, ranks: int, microbatches: int, placement: str = "any", **options: object) -> Solved:
@@ -50,6 +52,12 @@ def test_the_rates_of_the_paper_or_less(
         assert max(s.timeline.peak_bytes) <= limit * (1 + 1e-9)
         if copies == 1:
             assert s.gap == 0  # the published figures are the best
+
+
+def test_no_idle_time_within_twice_the_memory_of_64_ranks() -> None:
+    costs = paper_costs((10.402, 10.248, 7.698, 0.46), 6144, 48)
+    s = quick(costs, 64, 512, "one", memory=128 * costs.memory(1)["F"][0], time_limit=2)
+    assert round(s.timeline.bubble, 4) == 0.0026 and s.gap == 0
 
 
 # ---- bounds ---------------------------------------------------------------------------------------------------------
@@ -149,6 +157,15 @@ def test_no_bound_exceeds_brute_force_on_tiny_cases(long: bool) -> None:
         assert s.bound <= best + 1e-9 <= s.timeline.span + 2e-9, (path, m, costs, limit)
         gaps.append(s.timeline.span / best - 1)
     assert sum(gap < 1e-9 for gap in gaps) > 0.8 * len(gaps)
+
+
+@pytest.mark.parametrize("p", [4, 8, 16])
+def test_the_bound_of_a_v_is_the_frontier_of_controllable_memory(p: int) -> None:
+    """The formula of the reference, for all memory but that of 2p - 1 chunks: it is the least idle time."""
+    for k in [*range(2 * ((p + 4) // 3), 2 * p - 1), 2 * p]:
+        problem = Problem.of(Costs(), Placement.v(p).paths[0], p, 4 * p, (k,) * p)
+        idle = 3 * p - 1 - 3 * k + max(3 * p, p - 1 + 2 * (1 + -(-k // 2)))
+        assert lower_bound(problem, Costs()) == 24 * p + idle
 
 
 def test_a_bound_has_a_reason() -> None:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lower bounds on the span: no schedule of these costs on these ranks, within this memory, has a shorter one.
 
-Four are computed, and the largest counts; each names its reason:
+Five are computed, and the largest counts; each names its reason:
 
 * *work*: a rank is busy for its own work. Until its first backward can be there it has only forwards to run, and only
   as many as fit in memory; after its last forward it has only the backwards of what it holds. What is left of both
   times is idle (the *head* and the *tail*).
+* *passage*: between a rank's first forward and its last backward a microbatch goes to a later rank, that one works and
+  waits, and the last microbatch comes back. Only the Ws that the later rank still holds then can come after that.
 * *path*: from a rank's first forward to its last backward a microbatch passes all later stages and comes back.
 * *memory*: what a rank holds lies there from its forward to its backward; that much area must fit under the limit.
 * *search*: what the exact solver proved.
@@ -83,18 +85,25 @@ class _Least(NamedTuple):
 
 
 def _bounds(p: Problem, least: _Least) -> Iterator[Bound]:
+    ends = [_Ends.of(p, least, rank) for rank in range(p.ranks)]
     for rank, stages in enumerate(p.of_rank):
-        work = sum(p.load) * sum(least.every[s] for s in stages)
-        yield Bound(work, f"rank {rank}: its work")
-        path, idle = _path(p, least, stages), _idle(p, least, rank, stages)
-        yield Bound(path, f"rank {rank}: the way of a microbatch through all later stages and back")
-        if idle > 0:
+        here = f"rank {rank}: "
+        yield Bound(ends[rank].work, here + "its work")
+        yield Bound(_path(p, least, stages), here + "the way of a microbatch through all later stages and back")
+        if (waits := ends[rank].waits) > 0:
             yield Bound(
-                work + idle, f"rank {rank}: its work, and its waits before its first and after its last forwards"
+                ends[rank].work + waits, here + "its work, and its waits before its first and after its last forwards"
             )
+        first, last = stages[0], min(p.load) * (least.both[stages[0]] - least.inward[stages[0]])
+        for other, there in enumerate(p.of_rank):
+            if first < there[0]:
+                yield Bound(
+                    _way(p, least, first, there[0]) + ends[other].until + last,
+                    here + f"the way to rank {other}, the work and the waits there, and the way back",
+                )
         if 0 < p.limit[rank] < inf:
             area = sum(_area(p, least, s) for s in stages)
-            yield Bound(area / p.limit[rank], f"rank {rank}: how much it holds for how long, within its memory")
+            yield Bound(area / p.limit[rank], here + "how much it holds for how long, within its memory")
 
 
 def _path(p: Problem, least: _Least, stages: tuple[int, ...]) -> float:
@@ -103,24 +112,42 @@ def _path(p: Problem, least: _Least, stages: tuple[int, ...]) -> float:
     return passes * max(p.load) + 2 * sum(p.link[first:])
 
 
-def _idle(p: Problem, least: _Least, rank: int, stages: tuple[int, ...]) -> float:
-    """How long a rank waits at least before its first backward and after its last forward."""
-    first, last, short, long = stages[0], stages[-1], min(p.load), max(p.load)
-    beyond = sum(least.inward[last + 1 :]) * short + sum(p.link[last:])
-    room = p.limit[rank] / min(p.size) if min(p.size) > 0 else inf
-    there = sum(least.forward[first:]) * short + sum(p.link[first:])
-    fits = _knapsack([(least.F[s], p.saved[s]) for s in stages], p.microbatches, room)
-    head = max(0.0, there + beyond - fits * long)
-    # the last forward is one of the last stage; until its gradient has come back to the first stage, there is only the
-    # work of what is held
-    back = sum(least.forward[last + 1 :]) * short + sum(p.link[last:]) + beyond
-    back += sum(least.inward[first + 1 : last + 1]) * short + sum(p.link[first:last])
-    held = [(least.both[s], p.saved[s]) for s in stages] + [(least.W[s], p.kept[s]) for s in stages]
-    fits = _knapsack(held, p.microbatches, room)
-    tail = max(0.0, back - max(0.0, fits * long - least.both[first] * short))
-    # where not all fit in memory, a backward comes before the last forward
-    apart = sum(p.size) * sum(p.saved[s] for s in stages) > p.limit[rank] * ALMOST
-    return head + tail if apart else max(head, tail)
+def _way(p: Problem, least: _Least, first: int, there: int) -> float:
+    """How long a microbatch takes from one stage to a later one, and back."""
+    passes = sum(least.forward[first:there]) + sum(least.inward[first:there])
+    return passes * min(p.load) + 2 * sum(p.link[first:there])
+
+
+class _Ends(NamedTuple):
+    """How long a rank works, waits, and is not done with the backwards of its first stage, at least."""
+
+    work: float
+    waits: float  #: before its first backward and after its last forward
+    until: float  #: from its first forward to the end of the last backward of its first stage
+
+    @classmethod
+    def of(cls, p: Problem, least: _Least, rank: int) -> _Ends:
+        """Of this rank."""
+        stages, short, long = p.of_rank[rank], min(p.load), max(p.load)
+        first, last = stages[0], stages[-1]
+        work = sum(p.load) * sum(least.every[s] for s in stages)
+        room = p.limit[rank] / min(p.size) if min(p.size) > 0 else inf
+        most = lambda items: long * _knapsack(items, p.microbatches, room)
+        there = sum(least.forward[first:]) * short + sum(p.link[first:])
+        beyond = sum(least.inward[last + 1 :]) * short + sum(p.link[last:])
+        head = max(0.0, there + beyond - most([(least.F[s], p.saved[s]) for s in stages]))
+        # the last forward is one of the last stage; until its gradient has come back to the first stage, there is only
+        # the work of what is held
+        back = sum(least.forward[last + 1 :]) * short + sum(p.link[last:]) + beyond
+        back += sum(least.inward[first + 1 : last + 1]) * short + sum(p.link[first:last])
+        later = [(least.W[s], p.kept[s]) for s in stages]
+        held = most([(least.both[s], p.saved[s]) for s in stages] + later)
+        tail = max(0.0, back - max(0.0, held - least.both[first] * short))
+        # where not all fit in memory, a backward comes before the last forward
+        apart = sum(p.size) * sum(p.saved[s] for s in stages) > p.limit[rank] * ALMOST
+        until = (work - held) + (head if apart else 0.0) + back + least.inward[first] * short
+        waits = head + tail if apart else max(head, tail)
+        return cls(work, waits, max(until, work - most(later) + head))
 
 
 def _area(p: Problem, least: _Least, s: int) -> float:

@@ -131,6 +131,8 @@ class Search:
     def _start(self, task: Task) -> None:
         for filled in starts.filled(task.problem) if task.bound < self.span else ():
             task.offer(filled, Setting(task.bound - task.work, 0.0))
+        if task.filled is not None:
+            self._delay(task, passes_of(task.filled.rows, task.problem.stages))
         self._take(task)
         small = task.whole.small
         before = self.schedule
@@ -145,6 +147,13 @@ class Search:
         if task.filled is None and self.schedule is None:
             task.offer_orders(starts.one_by_one(task.problem))
         self._take(task)
+
+    def _delay(self, task: Task, orders: Orders) -> None:
+        for tried in starts.delayed(task.problem, orders):
+            if self.share() >= _DRAWS or task.span <= task.bound * ALMOST:
+                break
+            setting = Setting(task.bound - task.work, 0.0)
+            task.offer(fill(task.problem, tried, *setting), setting)
 
     def _prove(self, problems: Sequence[Problem], bounds: Sequence[Bound]) -> None:
         """Solve small problems exactly: with a proof that no schedule is better, or with a better bound."""

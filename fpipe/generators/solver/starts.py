@@ -90,6 +90,37 @@ def filled(problem: Problem) -> Iterator[Filled]:
             yield Filled(rows, [work + rank.idle for work, rank in zip(p.work, run.ranks, strict=True)])
 
 
+def delayed(problem: Problem, orders: Orders) -> Iterator[Orders]:
+    """Orders in which the first ranks run their forwards a backward later, from some time after the warm-up on.
+
+    Then they hold Ws in place of an activation, and have work at the end, when backwards come less often than they can
+    run them. Only for one stage a rank.
+
+    >>> from fpipe.schedules.costs import Costs
+    >>> p = Problem.of(Costs(), (0, 1), 2, 3, (2.0, 2.0))
+    >>> first, second = [(0, 0), (0, 1), (2, 0), (0, 2), (2, 1), (2, 2)], [(1, 0), (3, 0), (1, 1), (3, 1), (1, 2), (3, 2)]
+    >>> next(delayed(p, [first, second]))[0]
+    [(0, 0), (0, 1), (2, 0), (2, 1), (0, 2), (2, 2)]
+    """
+    if problem.stages != problem.ranks:
+        return
+    for ranks in (max(1, problem.ranks // 4), problem.ranks // 8, problem.ranks // 2):
+        for start in (problem.ranks // 3, 8, 3):
+            yield [
+                _delayed(order, problem.stages, start) if rank < ranks else order for rank, order in enumerate(orders)
+            ]
+
+
+def _delayed(order: list[tuple[int, int]], stages: int, start: int) -> list[tuple[int, int]]:
+    order = list(order)
+    warm_up = next(at for at, (one, _) in enumerate(order) if one >= stages)
+    for at in reversed(range(len(order) - 1)):
+        one, k = order[at]
+        if one < stages <= order[at + 1][0] and k >= warm_up + start:
+            order[at : at + 2] = order[at + 1], order[at]
+    return order
+
+
 def _counted(pattern: str, stage: int) -> list[tuple[int, int, int]]:
     counts = [0, 0, 0]
     row = []
