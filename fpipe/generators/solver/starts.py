@@ -98,8 +98,8 @@ def delayed(problem: Problem, orders: Orders) -> Iterator[Orders]:
 
     >>> from fpipe.schedules.costs import Costs
     >>> p = Problem.of(Costs(), (0, 1), 2, 3, (2.0, 2.0))
-    >>> first, second = [(0, 0), (0, 1), (2, 0), (0, 2), (2, 1), (2, 2)], [(1, 0), (3, 0), (1, 1), (3, 1), (1, 2), (3, 2)]
-    >>> next(delayed(p, [first, second]))[0]
+    >>> second = [(1, 0), (3, 0), (1, 1), (3, 1), (1, 2), (3, 2)]
+    >>> next(delayed(p, [[(0, 0), (0, 1), (2, 0), (0, 2), (2, 1), (2, 2)], second]))[0]
     [(0, 0), (0, 1), (2, 0), (2, 1), (0, 2), (2, 2)]
     """
     if problem.stages != problem.ranks:
