@@ -15,7 +15,7 @@ from ..errors import ScheduleError
 from ..schedule import Schedule
 from ..schedules.collector import uncollected
 from ..schedules.costs import Costs
-from ..schedules.pictures.labels import number
+from ..schedules.text import number
 from .catalogue import make_schedule, orders_slices, schedule_names
 
 

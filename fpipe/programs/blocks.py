@@ -248,17 +248,18 @@ class _Function(torch.autograd.Function):
         return None, *(None if node is None else next(found) for node in call.traced[0].gradients)
 
 
-@torch.library.register_fake("fpipe::block", lib=_LIBRARY)
 def _outputs(tensors: list[torch.Tensor], call: int) -> list[torch.Tensor]:
     return [fake.empty(aval._replace(grad=False)) for aval in _CALLS[call].definition.avals]
 
 
-@torch.library.register_fake("fpipe::block_backward", lib=_LIBRARY)
 def _gradients(cotangents: list[torch.Tensor], call: int) -> list[torch.Tensor]:
     if call == HERE:
         return [fake.empty(Aval.like(dy)) for dy in cotangents]
     (graph,) = _CALLS[call].traced
     return [fake.empty(Aval.like(node.meta["val"])) for node in graph.gradients if node is not None]
+
+
+fake.RULES.update({FORWARD: _outputs, BACKWARD: _gradients})
 
 
 # ---- the block's own trace -------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from typing import Any
 from ..collectives.group import Group
 from ..errors import ScheduleError, StageError
 from ..generators import Source, make_schedule
-from ..generators.solver.choose import choose
 from ..generators.solver.memory import Memory, in_bytes
 from ..plans.weaving.estimates import RATES
 from ..schedule import Placement, Schedule
@@ -63,6 +62,8 @@ class Auto:
 
     def choose(self, microbatches: int, costs: Costs, placement: Placement | None, used: float = 0.0) -> Schedule:
         """Choose on rank 0 for these costs; ``used`` is the memory that is not for activations. Collective."""
+        from ..generators.solver.choose import choose  # the search is loaded where it is used
+
         answer: tuple[str, str] | str = ""
         if 0 in self.group.here:
             limit = None if self.memory is None else self.memory - used

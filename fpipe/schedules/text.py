@@ -30,6 +30,15 @@ _MOST_RANKS = 100_000
 _EXPECTED = "an action such as 2F0 (stage, one of F B I W, microbatch), 2F0.1 (its slice) or (2F1;3B0)OVERLAP_F_B"
 
 
+def number(value: float) -> str:
+    """At most four significant digits, thousands and more in full, no trailing zeros.
+
+    >>> number(26.0), number(0.30000000000000004), number(123456.7), number(2 / 3)
+    ('26', '0.3', '123457', '0.6667')
+    """
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
 def counted(count: int, what: str) -> str:
     """A number of things.
 

@@ -11,8 +11,8 @@ from ...errors import ScheduleError
 from ...schedule import Schedule
 from ...schedules.actions import plain
 from ...schedules.costs import Costs
-from ...schedules.pictures.labels import number
 from ...schedules.placement import Placement
+from ...schedules.text import number
 from ..catalogue import make_schedule, schedule_names
 from .bounds import Bound
 from .memory import Memory, limits

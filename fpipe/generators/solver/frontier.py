@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ...errors import ScheduleError
 from ...schedules.costs import Costs
-from ...schedules.pictures.labels import number
+from ...schedules.text import number
 from ..comparison import Entry, entry_of
 from .memory import in_bytes
 from .solve import Kind, solve

@@ -5,21 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..text import counted
+from ..text import counted, number
 from .colours import NAMES
 from .difference import ABSENT, SAME
 from .idle import CAUSES
 from .lanes import Lane
 from .scene import Scene
-
-
-def number(value: float) -> str:
-    """At most four significant digits, thousands and more in full, no trailing zeros.
-
-    >>> number(26.0), number(0.30000000000000004), number(123456.7), number(2 / 3)
-    ('26', '0.3', '123457', '0.6667')
-    """
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def percent(share: float) -> str:
