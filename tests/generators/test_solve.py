@@ -14,6 +14,9 @@ import fpipe
 from fpipe import Costs, Placement, Schedule, ScheduleError, Solved, make_schedule, solve
 from fpipe.generators.solver import exact
 from fpipe.generators.solver.bounds import lower_bound
+from fpipe.generators.solver.fill import fill
+from fpipe.generators.solver.periodic import extended
+from fpipe.generators.solver.periods import Periods, later
 from fpipe.generators.solver.problem import Problem
 
 
@@ -56,7 +59,9 @@ def test_the_rates_of_the_paper_or_less(
 
 def test_no_idle_time_within_twice_the_memory_of_64_ranks() -> None:
     costs = paper_costs((10.402, 10.248, 7.698, 0.46), 6144, 48)
-    s = quick(costs, 64, 512, "one", memory=128 * costs.memory(1)["F"][0], time_limit=2)
+    s = quick(
+        costs, 64, 512, "one", memory=128 * costs.memory(1)["F"][0], time_limit=120
+    )  # it ends when the best is known
     assert round(s.timeline.bubble, 4) == 0.0026 and s.gap == 0
 
 
@@ -338,3 +343,39 @@ def test_the_fast_search_is_near_the_best_of_small_cases(long: bool, monkeypatch
         assert best.gap == 0, case  # proved
         near = 1.02 if long else 1.1  # other tests run beside this one
         assert fast.bound <= best.timeline.span <= fast.timeline.span * (1 + 1e-9) <= near * best.timeline.span, case
+
+
+# ---- periods --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("costs", "placement"),
+    [(Costs(), "V"), (Costs(F=5, I=5.2, W=3.5, comm=0.2), "V"), (Costs(F=2, W=1.5, comm=0.1), "loop")],
+)
+def test_a_period_leaves_no_rank_idle(costs: Costs, placement: str) -> None:
+    """Passes of all microbatches at the places of one, a period apart each, never lie on each other."""
+    path = (Placement.v(4) if placement == "V" else Placement.loop(4, 2)).paths[0]
+    problem = Problem.of(costs, path, 4, 12, (9.0,) * 4)
+    source = Periods(problem, random.Random(0))
+    for _ in range(5):
+        choice = source.draw(())
+        places = later(choice.places, choice.waits, choice.period)
+        ends = [places[one] + (problem.F + problem.I)[one] for one in range(16)]
+        assert all(places[s + 1] >= ends[s] + problem.link[s] - 1e-6 for s in range(7))
+        for stages in problem.of_rank:
+            passes = [one for s in stages for one in (s, s + 8)]
+            phases = sorted((places[one] % choice.period, (problem.F + problem.I)[one]) for one in passes)
+            following = [start for start, _ in phases[1:]] + [phases[0][0] + choice.period]
+            assert all(start + time <= after + 1e-6 for (start, time), after in zip(phases, following, strict=True))
+
+
+def test_repeating_the_middle_gives_what_more_microbatches_take() -> None:
+    costs = Costs(F=1.2, I=1.1, W=0.9, comm=0.1)
+    problem = Problem.of(costs, Placement.v(3).paths[0], 3, 12, (6.0,) * 3)
+    source = Periods(problem, random.Random(0))
+    choice = source.draw(())._replace(early=None)
+    orders = source.orders(problem, choice)
+    assert orders is not None
+    filled = fill(problem, orders, 0)
+    assert filled is not None
+    longer = next(extended(filled.rows, 5))
+    more = Problem.of(costs, problem.path, 3, 17, problem.limit)
+    assert more.schedule(longer).check().simulate(costs).span == pytest.approx(filled.span + 5 * 2 * 3.2)

@@ -133,6 +133,9 @@ def _next(problem: Problem) -> list[tuple[int, float]]:
     return forwards + [(stages + s - 1, link[s - 1]) if s else (-1, 0.0) for s in range(stages)]
 
 
+_NEAR = 1.02  #: of the best span, within which more settings are tried
+
+
 class Setting(NamedTuple):
     """The choices of ``fill``."""
 
@@ -140,18 +143,27 @@ class Setting(NamedTuple):
     tolerance: float
 
 
-def best_fill(problem: Problem, orders: Orders, bound: float) -> tuple[Filled | None, Setting]:
-    """The shortest span of these orders under several settings, and the setting."""
+#: By how much a target exceeds the bound, and the tolerance.
+_FEW = ((1.0, 0.0), (1.05, 0.0), (inf, 0.0))
+_MANY = tuple((stretch, tolerance) for stretch in (1.0, 1.01, 1.03, 1.06, 1.1, 1.2, inf) for tolerance in (0.0, 1.0))
+
+
+def best_fill(problem: Problem, orders: Orders, bound: float, known: float = inf) -> tuple[Filled | None, Setting]:
+    """The shortest span of these orders under several settings, and the setting.
+
+    Many are tried of small problems, where few come near the span that is ``known``.
+    """
     found, best = None, Setting(inf, 0.0)
-    small = problem.small
-    for stretch in (1.0, 1.01, 1.03, 1.06, 1.1, 1.2, inf) if small else (1.0, 1.05, inf):
-        for tolerance in (0.0, 1.0) if small else (0.0,):
+    for tries in (_FEW, _MANY) if problem.small else (_FEW,):
+        for stretch, tolerance in tries:
             setting = Setting(bound * stretch, tolerance)
             tried = fill(problem, orders, *setting)
             if tried is None:
                 return None, best
             if found is None or tried.span < found.span:
                 found, best = tried, setting
-        if found and found.span <= bound * ALMOST:
+            if found.span <= bound * ALMOST:
+                return found, best
+        if found is not None and found.span > known * _NEAR:
             break
     return found, best

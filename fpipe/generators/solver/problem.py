@@ -145,6 +145,18 @@ class Problem:
         return Schedule(tuple(made), Placement((self.path,), self.ranks), self.microbatches, name)
 
 
+def most_held(problem: Problem) -> int:
+    """How many forwards of one stage fit in a rank's memory, at most; all, where there is no limit.
+
+    >>> most_held(Problem.of(Costs(), (0, 1), 2, 9, (3.0, 2.0)))
+    3
+    """
+    most, p = problem.microbatches, problem
+    rooms = [p.limit[rank] * ALMOST / (p.saved[s] * min(p.size)) for rank, held in enumerate(p.of_rank)
+             for s in held if p.saved[s] * min(p.size) > 0]  # fmt: skip
+    return int(min(most, max(rooms, default=most)))
+
+
 def orders_of(schedule: Schedule) -> Orders:
     """The passes of a schedule's rows; those of fused actions in order, and B as I.
 

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 from random import Random
 from time import monotonic
+from typing import Any, NamedTuple
 
 from ...errors import ScheduleError
 from ...schedule import Schedule
@@ -18,9 +19,27 @@ from .fill import Filled, Setting, best_fill, fill
 from .fused import merged
 from .local import anneal
 from .periodic import extended
-from .problem import ALMOST, Orders, Problem, Rows, passes_of
+from .periods import Periods
+from .problem import ALMOST, Orders, Problem, Rows, most_held, passes_of
 
-_DRAWS = 0.5  #: the share of the time that is spent on drawing blocks
+_DRAWS = 0.5  #: the share of the time that may be spent on starts
+#: Until which shares of the time orders are drawn and then annealed, round by round.
+_ROUNDS = ((0.2, 0.35), (0.5, 0.65), (0.8, 1.0))
+
+
+class _Source(NamedTuple):
+    """What draws choices for orders, and its best ones, with their spans."""
+
+    starts: Any
+    known: list[tuple[float, Any]]
+
+
+class _Drawn(NamedTuple):
+    """Rows, how they were filled, and what gives such orders for another count of microbatches."""
+
+    filled: Filled
+    setting: Setting
+    orders: Callable[[Problem], Orders | None]
 
 
 class Task:
@@ -35,8 +54,8 @@ class Task:
         self.work = self.more * max(self.problem.work) / self.problem.microbatches  #: of what was left out
         self.filled: Filled | None = None
         self.setting = Setting(inf, 0.0)
-        self.blocks: starts.Blocks | None = None
-        self.known: list[tuple[float, starts.BlockChoice]] = []
+        self.sources: list[_Source] = []
+        self.drawn: _Drawn | None = None  #: the best of a round of draws
 
     @property
     def span(self) -> float:
@@ -48,36 +67,48 @@ class Task:
         if filled is not None and (self.filled is None or filled.span < self.filled.span * (1 - 1e-12)):
             self.filled, self.setting = filled, setting
 
-    def offer_orders(self, orders: Orders | None) -> float:
-        """Fill orders, and return their span."""
+    def offer_orders(self, orders: Orders | None) -> tuple[Filled | None, Setting]:
+        """Fill orders, and return what that gives."""
         if orders is None:
-            return inf
-        filled, setting = best_fill(self.problem, orders, self.bound - self.work)
+            return None, self.setting
+        known = inf if self.filled is None else self.filled.span
+        filled, setting = best_fill(self.problem, orders, self.bound - self.work, known)
         self.offer(filled, setting)
-        return inf if filled is None else filled.span
+        return filled, setting
 
-    def learn(self, span: float, choice: starts.BlockChoice) -> None:
-        """Remember the choices of the best blocks."""
-        self.known = sorted([*self.known, (span, choice)], key=lambda entry: entry[0])[:8]
+    def draw(self, random: Random) -> None:
+        """Try one of the orders that are drawn by chance."""
+        best = min(self.sources, key=lambda source: source.known[0][0] if source.known else 0.0)
+        source = best if random.random() < 0.5 else random.choice(self.sources)
+        choice = source.starts.draw(source.known)
+        filled, setting = self.offer_orders(source.starts.orders(self.problem, choice))
+        if filled is not None:
+            source.known[:] = sorted([*source.known, (filled.span, choice)], key=lambda entry: entry[0])[:8]
+            if self.drawn is None or filled.span < self.drawn.filled.span:
+                self.drawn = _Drawn(filled, setting, lambda problem: source.starts.orders(problem, choice))
 
     def schedule(self) -> Schedule | None:
         """The best solution in full; None where its middle has no period."""
         if self.filled is None:
             return None
-        rows: Rows | None = self.filled.rows
-        if self.more:
-            rows = extended(self.filled.rows, self.more) or self._extended_passes()
+        if not self.more:
+            return self.whole.schedule(self.filled.rows)
+        rows = next(extended(self.filled.rows, self.more), None) or self._extended_passes()
         return None if rows is None else self.whole.schedule(rows)
 
     def _extended_passes(self) -> Rows | None:
         """In full, where the Ws have no period but the passes may have one."""
         assert self.filled is not None
-        passes = extended([[one for one in row if one[0] < 2] for row in self.filled.rows], self.more)
-        if passes is None:
-            return None
         setting = self.setting._replace(target=self.setting.target + self.work)
-        filled = fill(self.whole, passes_of(passes, self.whole.stages), *setting)
-        return None if filled is None else filled.rows
+        for passes in extended(_without_w(self.filled.rows), self.more):
+            filled = fill(self.whole, passes_of(passes, self.whole.stages), *setting)
+            if filled is not None:
+                return filled.rows
+        return None
+
+
+def _without_w(rows: Rows) -> Rows:
+    return [[one for one in row if one[0] < 2] for row in rows]
 
 
 class Search:
@@ -176,23 +207,81 @@ class Search:
         self.bound = min(proved)
 
     def _improve(self, tasks: Sequence[Task]) -> None:
+        """Rounds of draws and of local search from the best that was drawn; the last one from the best of all."""
         for task in tasks:
-            task.blocks = starts.Blocks(task.problem, self.random)
-        while tasks and self.share() < _DRAWS:
+            task.sources = [_Source(starts.Blocks(task.problem, self.random), [])]
+            if Periods.fit(task.problem):
+                task.sources.append(_Source(Periods(task.problem, self.random), []))
+        for drawn, annealed in _ROUNDS:
+            tasks = self._draw([task for task in tasks if task.bound < self.span], drawn)
+            if tasks and tasks[0].problem.small:
+                self._anneal(tasks[0], annealed)
+
+    def _draw(self, tasks: Sequence[Task], until: float) -> Sequence[Task]:
+        """Draw until this share of the time has passed; the tasks by what was drawn, the best one first."""
+        for task in tasks:
+            task.drawn = None
+        while tasks and self.share() < until:
+            for task in tasks:
+                if self.share() < until:
+                    task.draw(self.random)
+            for task in sorted(tasks, key=lambda task: task.span)[:1]:
+                self._take(task)
             tasks = [task for task in tasks if task.bound < self.span]
-            for task in tasks[: 1 if len(tasks) == 1 else None]:
-                if task.blocks is not None and self.share() < _DRAWS:
-                    orders, choice = task.blocks.draw(task.known)
-                    task.learn(task.offer_orders(orders), choice)
         for task in sorted(tasks, key=lambda task: task.span)[:3]:
             self._take(task)
-        for task in sorted(tasks, key=lambda task: task.span)[:1]:
-            if task.filled is not None and task.problem.small:
-                orders = passes_of(task.filled.rows, task.problem.stages)
-                begin = self.share()
-                passed = lambda begin=begin: (self.share() - begin) / max(1e-9, 1 - begin) if begin < 1 else 1.0
-                anneal(task.problem, orders, task.setting, self.random, passed, task.offer)
-            self._take(task)
+        return sorted(tasks, key=lambda task: task.span)
+
+    def _anneal(self, task: Task, until: float) -> None:
+        """Local search from what was drawn: with few microbatches first, since most of the waits are at both ends."""
+        filled, setting = task.filled, task.setting
+        if until < 1 and task.drawn is not None:
+            filled, setting, _ = task.drawn
+        if filled is None:
+            return
+        begin, p = self.share(), task.problem
+        orders = passes_of(filled.rows, p.stages)
+        kept = p.ranks + min(2 * p.ranks, most_held(p)) + 2
+        if task.drawn is not None and p.even and p.microbatches > 1.25 * kept:
+            self._anneal_few(task, task.drawn, kept, begin + 0.7 * (until - begin))
+            if task.filled is not None and task.filled.span < filled.span:
+                orders, setting = passes_of(task.filled.rows, p.stages), task.setting
+        anneal(p, orders, setting, self.random, self._passed(task, self.share(), until), task.offer)
+        self._take(task)
+
+    def _anneal_few(self, task: Task, drawn: _Drawn, kept: int, until: float) -> None:
+        p, more = task.problem, task.problem.microbatches - kept
+        few = p.taking(range(kept))
+        orders = drawn.orders(few)
+        filled, setting = (
+            (None, drawn.setting)
+            if orders is None
+            else best_fill(few, orders, task.bound - task.work - more * max(p.work) / p.microbatches)
+        )
+        if orders is None or filled is None:
+            return
+        better: list[Filled] = []
+        anneal(
+            few,
+            orders,
+            setting,
+            self.random,
+            self._passed(task, self.share(), until),
+            lambda one, _: better.append(one),
+        )
+        for one in better[-1:-4:-1]:
+            for rows in extended(_without_w(one.rows), more):
+                task.offer_orders(passes_of(rows, p.stages))
+
+    def _passed(self, task: Task, begin: float, until: float) -> Callable[[], float]:
+        """How much of the time between has passed; all, where the task cannot become better."""
+
+        def passed() -> float:
+            if begin >= until or task.span <= task.bound * ALMOST:
+                return 1.0
+            return (self.share() - begin) / (until - begin)
+
+        return passed
 
     # ---- results ------------------------------------------------------------------------------------------------
     def _take(self, task: Task) -> None:

@@ -148,8 +148,8 @@ class Blocks:
         self.ways = 2 * max(1, problem.stages // problem.ranks)
         self.period = max(problem.work) / problem.microbatches
 
-    def draw(self, known: Sequence[tuple[float, BlockChoice]]) -> tuple[Orders | None, BlockChoice]:
-        """Orders, and the choice that led to them: near one of those that are known with their spans, or a new one."""
+    def draw(self, known: Sequence[tuple[float, BlockChoice]]) -> BlockChoice:
+        """What leads to orders: near one of the choices that are known with their spans, or new."""
         random, ways = self.random, self.ways
         if not known or random.random() < 0.3:
             steps = [random.choice(_STEPS) for _ in range(ways)]
@@ -162,8 +162,12 @@ class Blocks:
             steps = [max(0.1, step * random.choice((1, 1, 0.95, 1.05, 0.8, 1.2))) for step in steps]
             waits = [max(0.0, w + random.choice((0, 0, 0.1, -0.1, 0.3, -0.3)) * self.period) for w in waits]
             target, early = target * random.choice((1, 1, 0.98, 1.02)), early ^ (random.random() < 0.1)
-        choice = steps, waits, target, early
-        return dispatch(self.problem, self._places(steps, waits), self.period, target, early), choice
+        return steps, waits, target, early
+
+    def orders(self, problem: Problem, choice: BlockChoice) -> Orders | None:
+        """The orders of this problem, which may have other microbatches; None where they do not fit in memory."""
+        steps, waits, target, early = choice
+        return dispatch(problem, self._places(steps, waits), self.period, target, early)
 
     def _places(self, steps: Sequence[float], waits: Sequence[float]) -> list[float]:
         p, time, ways = self.problem, 0.0, self.ways
