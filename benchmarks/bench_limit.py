@@ -1,14 +1,15 @@
 """The time of a step relative to its lower limit and to its prediction, with one process per rank.
 
-The limit is the simulated makespan with the times of the programs alone, run on all ranks at once, and the time of a
-message between two idle ranks. The prediction is the makespan by a profile (``fpipe.measure_costs``). Alternating
-rounds, medians.
+The limit is the simulated makespan with the times of the programs alone, run on all ranks at once in the order of the
+schedule, and the time of a message between two idle ranks. The prediction is the makespan by a profile
+(``fpipe.measure_costs``). Steps run in a row, as in training, and so do the programs alone. Rounds alternate.
 
     python -m benchmarks.bench_limit [--sizes small medium] [--rounds 15] [--json FILE]
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import time
@@ -26,24 +27,27 @@ from fpipe.plans.value_graph import spec_of
 from fpipe.running.calls import value_and_grad
 from fpipe.running.loop import WATCH
 from fpipe.running.profile.profiling import Measuring, whole
+from fpipe.schedules.actions import plain
 
 MESSAGES = 20
-STEPS = 3  #: in a row, as in training; the programs alone run in rows too
+#: Steps in a row after one that does not count; the programs alone run as often, in the order of a step.
+STEPS = {"small": 10, "medium": 2}
 
 
 class Alone:
     """The programs of the stages here on the values of a real step, with nothing around them."""
 
     def __init__(self, pipe: fpipe.Pipeline, params: Any, x: Any, t: Any):
-        plain = pipe.under(whole(pipe.schedule(x.shape[0])))
-        call = plain.call("grad", params, x, (t,), {})
-        (lowered,) = plain.cache.plans_for(call).prepared.inputs.values()
+        alone = pipe.under(whole(pipe.schedule(x.shape[0])))
+        call = alone.call("grad", params, x, (t,), {})
+        (lowered,) = alone.cache.plans_for(call).prepared.inputs.values()
         self.kinds, self.top = lowered.kinds[0], pipe.stages - 1
+        self.row = list(plain(pipe.schedule(x.shape[0])[pipe.group.rank]))
         self.values: dict[int, dict[str, Any]] = {}
         self.times: dict[tuple[str, int], list[float]] = {}
         before = WATCH.set(self._watch)
         try:
-            value_and_grad(call, plain.cache)
+            value_and_grad(call, alone.cache)
         finally:
             WATCH.reset(before)
 
@@ -59,26 +63,27 @@ class Alone:
 
         def noting(r: Any) -> Any:
             known = self.values.setdefault(index, {})
-            known.update(zip(ins.program.inputs, [r[slot] for slot in ins.reads], strict=True))
+            known.update(zip(ins.program.inputs, [r.slots[slot] for slot in ins.reads], strict=True))
             return step(r)
 
         return noting
 
-    def round(self) -> None:
-        """Run every program once or twice, as a step would: F, B, then F, I, W."""
-        loss, top = self.kinds.loss, self.top + 1
-        for index, own in self.kinds.programs.items():
-            last = index == self.top and loss is not None
-            for letters in ("FB", "FIW"):
-                took = dict.fromkeys(letters, 0.0)
-                took["F"] += self._run(own, own.f, index)
-                if last:
-                    took["F"] += self._run(loss, loss.f, top)
-                    took[letters[1]] += self._run(loss, loss.b, top)
-                for letter in letters[1:]:
-                    took[letter] += self._run(own, own.i if letter == "I" else own.adding(letter), index)
-                for letter, seconds in took.items():
-                    self.times.setdefault((letter, index), []).append(seconds)
+    def round(self, counts: bool) -> None:
+        """Run the programs of every action of the rank here in their order, as a step does, and nothing else."""
+        took: dict[tuple[str, int], list[float]] = {}
+        for action in self.row:
+            took.setdefault((action.op, action.stage), []).append(self._action(action.op, action.stage))
+        for key, times in took.items() if counts else ():
+            self.times.setdefault(key, []).append(statistics.mean(times))
+
+    def _action(self, letter: str, index: int) -> float:
+        loss, own = self.kinds.loss, self.kinds.programs[index]
+        if index != self.top or loss is None or letter == "W":
+            loss = None
+        if letter == "F":
+            return self._run(own, own.f, index) + (0.0 if loss is None else self._run(loss, loss.f, self.top + 1))
+        seconds = 0.0 if loss is None else self._run(loss, loss.b, self.top + 1)
+        return seconds + self._run(own, own.i if letter == "I" else own.adding(letter), index)
 
     def _run(self, own: Any, program: Any, index: int) -> float:
         known = self.values[index]
@@ -120,7 +125,7 @@ def rank_main(names: list[str], size: str, microbatches: int, rounds: int) -> li
 
 def measure(name: str, group: Any, size: str, microbatches: int, rounds: int) -> dict[str, Any]:
     """One schedule."""
-    width, tokens, blocks = SIZES[size]
+    (width, tokens, blocks), steps = SIZES[size], STEPS[size]
     count = group.size * SCHEDULES[name][1]
     rank = group.rank
     params = make(count, width, blocks)
@@ -134,18 +139,24 @@ def measure(name: str, group: Any, size: str, microbatches: int, rounds: int) ->
     prepared = pipe.cache.plans_for(pipe.call("grad", placed, x, (t,), {})).prepared
     spec = spec_of(prepared.interfaces[0][0].y.tensors[0])
     walls, totals, ways = [], [], []
+    gc.collect()
+    gc.freeze()  # one collection of all objects takes as long as a hundred small steps, and costs are means
     for _ in range(rounds):
-        for _ in range(STEPS):
-            start = begin(group)
+        begin(group)
+        for number in range(steps + 1):
+            if number == 1:
+                start = time.perf_counter()
             step(placed, x, t)
-            walls.append(time.perf_counter() - start)
+        walls.append((time.perf_counter() - start) / steps)
+        begin(group)
         profiled(placed, x, t)
         totals.append(profiled.timeline.total)
+        begin(group)
         measuring.step()
         with torch.no_grad():
-            for _ in range(2):
-                group.barrier()
-                alone.round()
+            begin(group)
+            for number in range(steps + 1):
+                alone.round(counts=number > 0)
         ways += [one_way(group, rank, (0, 1), spec) or 0.0]
     return rows(name, size, pipe, group, walls, totals, ways, alone, measuring, profiled)
 
@@ -158,7 +169,7 @@ def rows(
     told = group.gather_objects((walls, {key: statistics.median(times) for key, times in alone.times.items()}, ways))
     by_op = {key: value for _, times, _ in told for key, value in times.items()}
     stages = range(pipe.stages)
-    programs = {op: tuple(by_op[op, index] for index in stages) for op in "FBIW"}
+    programs = {op: tuple(by_op.get((op, index), 0.0) for index in stages) for op in "FBIW"}
     bare = fpipe.Costs(**programs, comm=statistics.median(told[0][2]), unit="s")
     price = measuring.costs()
     wall = statistics.median(map(max, zip(*(walls for walls, _, _ in told), strict=True)))

@@ -57,9 +57,14 @@ def about(before: float) -> dict[str, object]:
     """The machine and its load before and after a benchmark."""
     return {
         "processor": _processor(), "cores": os.cpu_count(), "system": platform.system(), "torch": torch.__version__,
-        "python": platform.python_version(), "load": [before, load()],
+        "python": platform.python_version(), "load": [before, load()], "real time": _real_time(),
         "day": datetime.now(UTC).date().isoformat(),
     }  # fmt: skip
+
+
+def _real_time() -> bool:
+    """Whether this process, and those that it starts, run before ordinary ones, as under ``chrt -r 5``."""
+    return hasattr(os, "sched_getscheduler") and os.sched_getscheduler(0) in (os.SCHED_RR, os.SCHED_FIFO)
 
 
 def _processor() -> str:
