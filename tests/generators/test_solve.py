@@ -65,6 +65,13 @@ def test_no_idle_time_within_twice_the_memory_of_64_ranks() -> None:
     assert round(s.timeline.bubble, 4) == 0.0026 and s.gap == 0
 
 
+def test_the_least_idle_time_of_a_v_of_64_ranks() -> None:
+    """The heuristic of the paper has .0170."""
+    costs = Costs(F=10.402, I=10.248, W=7.698, comm=0.46)
+    s = quick(costs, 64, 512, "V", memory=128, time_limit=120)  # it ends when the best is known
+    assert round(s.timeline.bubble, 4) == 0.0168 and s.gap == 0 and "rank 63" in s.bound.reason
+
+
 # ---- bounds ---------------------------------------------------------------------------------------------------------
 def brute_force(costs: Costs, path: tuple[int, ...], microbatches: int, limit: float) -> float:
     """The least span of all orders of all ranks."""

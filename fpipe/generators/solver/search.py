@@ -169,6 +169,9 @@ class Search:
         before = self.schedule
         for schedule in starts.named(task.whole, () if small else starts.FEW) if small or not task.filled else ():
             self._offer(schedule, task.whole.limit)
+            for other in starts.relieved(schedule):
+                if self.share() < _DRAWS and self.span > task.bound * ALMOST:
+                    self._offer(other, task.whole.limit)
             if not small and self.schedule is not before:
                 break  # of many actions the first that fits must do
         for orders in starts.orders(task.problem):

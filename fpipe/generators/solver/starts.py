@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from ...errors import ScheduleError
 from ...schedule import Schedule
-from ...schedules.actions import Action, joined
+from ...schedules.actions import Action, Row, joined
 from ...schedules.costs import Costs
 from ..automatic import rounds
 from ..catalogue import make_schedule, schedule_names
@@ -62,6 +62,31 @@ def renumbered(schedule: Schedule) -> Schedule:
                 counts[stage, op] += 1
         rows.append(tuple(map(joined, parts)))
     return replace(schedule, rows=tuple(rows))
+
+
+def relieved(schedule: Schedule) -> Iterator[Schedule]:
+    """The first ranks run the W that holds up the last I of their last stage behind it.
+
+    That I is on the way of the last microbatch, for which all earlier stages wait.
+
+    >>> zbv = make_schedule("ZBV", 2, 4)
+    >>> print(zbv[0][-9:], next(relieved(zbv))[0][-9:], sep="\\n")
+    (0I1, 0W1, 3F3, 3I3, 3W3, 0I2, 0W2, 0I3, 0W3)
+    (0I1, 3F3, 3I3, 0W1, 3W3, 0I2, 0W2, 0I3, 0W3)
+    """
+    if schedule.stages == schedule.ranks:
+        return
+    for ranks in dict.fromkeys((schedule.ranks * 7 // 8, schedule.ranks // 2)):
+        rows = tuple(_relieved(row) if rank < ranks else row for rank, row in enumerate(schedule.rows))
+        if rows != schedule.rows:
+            yield replace(schedule, rows=rows, name="")
+
+
+def _relieved(row: Row) -> Row:
+    stage = max(part.stage for action in row for part in action.parts)
+    last = max((at for at, one in enumerate(row) if isinstance(one, Action) and one[:2] == (stage, "I")), default=0)
+    before = max((at for at, one in enumerate(row[:last]) if isinstance(one, Action) and one.op == "W"), default=last)
+    return (*row[:before], *row[before + 1 : last + 1], row[before], *row[last + 1 :]) if before < last else row
 
 
 def one_by_one(problem: Problem) -> Orders:
