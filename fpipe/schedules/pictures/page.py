@@ -270,7 +270,7 @@ def _legend(shapes: list[Shape], scenes: Sequence[Scene], frame: _Frame, look: L
     for item in _items(scenes, look, frame.scale):
         stacked = len(item.swatches) > 1 and item.swatches[0][1] < 1
         boxes = 16 * (1 if stacked else len(item.swatches))
-        space = boxes + 7 + text_width(item.text, 12) + 20
+        space = boxes + 7 + 1.1 * text_width(item.text, 12) + 20
         if x > first and x + space - 20 > frame.right - 12:
             x, y = first, y + 22
         for k, (key, share, letter) in enumerate(item.swatches):

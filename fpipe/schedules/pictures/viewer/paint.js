@@ -106,7 +106,8 @@ function paintTitle(pen, row, y, state) {
   pen.textAlign = "left";
   pen.textBaseline = "middle";
   pen.fillStyle = theme.ink;
-  pen.fillText(row.title, wideScreen() ? 16 : 6, y + row.height / 2 + (row.group ? 0 : 2));
+  const left = wideScreen() ? 16 : 6;
+  pen.fillText(clipped(pen, row.title, pen.canvas.clientWidth - left - 6), left, y + row.height / 2 + (row.group ? 0 : 2));
 }
 
 // As much of a text as fits, with dots where it was cut.
