@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
 
 from ..errors import ScheduleError
 from ..schedule import Schedule, read_text
+from ..schedules.collector import uncollected
 from ..schedules.text import parse_csv, parse_rows
 from .automatic import make_zb_1p, make_zb_2p
 from .chimera import make_chimera
@@ -167,9 +168,10 @@ def make_schedule(
         rule = f"at most {MOST_ACTIONS:,} are allowed, which take gigabytes. Give fewer ranks or microbatches"
         raise ScheduleError(f"{what}; {rule}", rule="size")
     limits = {} if memory is None else {"memory": memory}
-    if entry.sliced:
-        return entry.make(ranks, microbatches, count, slices)
-    return entry.make(ranks, microbatches, count, **limits).sliced(slices)
+    with uncollected():
+        if entry.sliced:
+            return entry.make(ranks, microbatches, count, slices)
+        return entry.make(ranks, microbatches, count, **limits).sliced(slices)
 
 
 def schedule_from(

@@ -38,6 +38,8 @@ from .text import counted
 _BIT = {"F": 1, "B": 2, "I": 4, "W": 8}
 #: op -> the ops of the same stage and microbatch that exclude it, as bits
 _CLASH = {"F": 1, "B": 2 | 4 | 8, "I": 4 | 2, "W": 8 | 2}
+#: op -> the op of the same stage and microbatch that it needs
+_BEFORE = {"F": 0, "B": 1, "I": 1, "W": 4}
 #: what a complete stage and microbatch has
 _TRAINED, _FORWARD = (1 | 2, 1 | 4 | 8), (1,)
 _FACTS = {"F": "the output", "I": "the input gradient", "W": "the weight gradient"}
@@ -99,28 +101,32 @@ def inspect_rows(rows: Sequence[Row], placement: Placement, microbatches: int, s
         cut = slices > 1 or any(Slice in set(map(type, map(itemgetter(2), _flat(row)))) for row in rows)
         if cut and (fault := _slice_fault(rows, placement, slices)):
             raise fault
-        seen = _tally(rows, placement, microbatches)
+        seen, ordered = _tally(rows, placement, microbatches)
     except ScheduleError:
         raise
     except (TypeError, ValueError, KeyError, IndexError, AttributeError):  # the others: a cell that is not an action
         raise _invalid_cell(rows, placement, microbatches, slices) from None
-    return Inspection(seen, walk(rows, placement.stages, microbatches))
+    return Inspection(seen, walk(rows, placement.stages, microbatches, ordered=ordered))
 
 
-def _tally(rows: Sequence[Row], placement: Placement, microbatches: int) -> bytearray:
-    """Which ops occur; ValueError where a cell breaks a rule."""
-    stages = placement.stages
+def _tally(rows: Sequence[Row], placement: Placement, microbatches: int) -> tuple[bytearray, bool]:
+    """Which ops occur, and whether the rows are ordered as ``walk`` asks; ValueError where a cell breaks a rule."""
+    stages, missing = placement.stages, 0
     paths = [placement.path(microbatch) for microbatch in range(microbatches)]
     seen = bytearray(stages * microbatches)
     for rank, row in enumerate(rows):
-        for stage, op, microbatch in _flat(row):
+        cells = _flat(row)
+        missing |= cells is not row  # some are fused
+        for stage, op, microbatch in cells:
             if not (0 <= stage < stages and 0 <= microbatch < microbatches and paths[microbatch][stage] == rank):
                 raise ValueError
             at = stage * microbatches + microbatch
-            if seen[at] & _CLASH[op]:
+            before = seen[at]
+            if before & _CLASH[op]:
                 raise ValueError
-            seen[at] |= _BIT[op]
-    return seen
+            missing |= _BEFORE[op] & ~before
+            seen[at] = before | _BIT[op]
+    return seen, not missing
 
 
 def _flat(row: Row) -> Sequence[Action]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 from .actions import Action, Row, Slice, unit
 
@@ -161,16 +161,20 @@ class Walk(NamedTuple):
         return ((rank, position) for rank, start, stop in self.runs for position in range(start, stop))
 
 
-def walk(rows: Sequence[Row], stages: int, microbatches: int) -> Walk:
+def walk(rows: Sequence[Row], stages: int, microbatches: int, *, ordered: bool = False) -> Walk:
     """Run every rank as far as possible, again and again until all have ended or all wait.
 
     The stages and microbatches in the rows must be in range and no action occur twice (see ``check.inspect_rows``).
+    ``ordered`` says that every action stands behind those of its own stage that it needs, and that none is fused: then
+    only facts of other stages are looked for.
 
     >>> rows = [(Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "F", 0), Action(1, "B", 0))]
     >>> list(walk(rows, stages=2, microbatches=1).order)
     [(0, 0), (1, 0), (1, 1), (0, 1)]
     """
     facts = Facts(stages, microbatches)
+    if ordered:
+        return _walk_ordered(cast(Sequence[tuple[Action, ...]], rows), facts)
     present, table = facts.at_first(), facts.table
     reached, runs = [0] * len(rows), array("q")
     waiting: dict[int, list[int]] = {}  # fact -> the ranks that wait for it
@@ -200,4 +204,34 @@ def walk(rows: Sequence[Row], stages: int, microbatches: int) -> Walk:
         if reached[rank] > start:
             runs.extend((rank, start, reached[rank]))
     blocked = (Blocked(rank, reached[rank], facts.fact(fact)) for fact, ranks in waiting.items() for rank in ranks)
+    return Walk(runs, tuple(sorted(blocked)))
+
+
+def _walk_ordered(rows: Sequence[tuple[Action, ...]], facts: Facts) -> Walk:
+    """The walk where each action needs one fact, the last in ``RULE``, and only the first that it provides counts."""
+    present, table, microbatches = facts.at_first(), facts.table, facts.microbatches
+    needed = {op: offsets[-1] for op, (offsets, _) in table.items()}
+    given = {op: offsets[0] for op, (_, offsets) in table.items()}
+    reached, runs = [0] * len(rows), array("q")
+    waiting: dict[int, int] = {}  # fact -> the rank that waits for it: that of the next stage
+    ready = list(range(len(rows) - 1, -1, -1))
+    while ready:
+        rank = ready.pop()
+        row, start = rows[rank], reached[rank]
+        for position in range(start, len(row)):
+            stage, op, microbatch = row[position]
+            at = stage * microbatches + microbatch
+            if not present[at + needed[op]]:
+                waiting[at + needed[op]] = rank
+                break
+            fact = at + given[op]
+            present[fact] = 1
+            if fact in waiting:
+                ready.append(waiting.pop(fact))
+        else:
+            position = len(row)
+        if position > start:
+            runs.extend((rank, start, position))
+            reached[rank] = position
+    blocked = (Blocked(rank, reached[rank], facts.fact(fact)) for fact, rank in waiting.items())
     return Walk(runs, tuple(sorted(blocked)))

@@ -29,7 +29,6 @@ class _Step(NamedTuple):
     length: float
     send: float
     provided: int  # offset of the first fact that it provides, the only one that other stages wait for
-    transfer: float  # the part of ``travel`` that a microbatch's size multiplies
 
 
 def simulate_rows(
@@ -48,29 +47,47 @@ def simulate_rows(
     if walked.blocked:
         raise stuck(rows, stages, walked)
     facts = Facts(stages, microbatches)
-    by_path = [_steps(facts, path, costs) for path in placement.paths]
-    steps = [by_path[placement.path_index(microbatch)] for microbatch in range(microbatches)]
     starts, ends, causes = (tuple(array(code) for _ in rows) for code in "ddq")
     carried: list[list[Carried]] = [[] for _ in rows]
     load, size = (costs.of_units(name, microbatches, slices) for name in ("load", "size"))
-    larger = [factor - 1 for factor in size]
+    kinds = list(zip(map(placement.path_index, range(microbatches)), load, size, strict=True))
+    by_kind = {kind: _steps(facts, placement.paths[kind[0]], costs, *kind[1:]) for kind in set(kinds)}
+    steps = [by_kind[kind] for kind in kinds]
     arrivals = [0.0] * facts.size
     clocks = [0.0] * len(rows)
     overlap = costs.overlap if callable(costs.overlap) else costs.times(stages).get("overlap")
+    plain = overlap is None
+    tables = tuple((row, s.append, e.append, c.append) for row, s, e, c in zip(rows, starts, ends, causes, strict=True))
     for rank, first, stop in walked.runs:
-        begin, end, cause = starts[rank].append, ends[rank].append, causes[rank].append
+        row, begin, end, cause = tables[rank]
         clock = clocks[rank]
-        for action in rows[rank][first:stop]:
-            parts = (action,) if isinstance(action, Action) else action.parts
+        for action in row[first:stop]:
+            if plain and isinstance(action, Action):  # as below, for an action that is not fused
+                stage, op, microbatch = action
+                need, travel, receive, takes, send, provided = steps[microbatch][op][stage]
+                fact = stage * microbatches + microbatch
+                arrival = arrivals[need + fact] + travel
+                waited = -1
+                if arrival > clock:
+                    clock, waited = arrival, need + fact
+                cause(waited)
+                clock += receive
+                begin(clock)
+                clock += takes
+                end(clock)
+                arrivals[fact + provided] = clock
+                clock += send
+                continue
+            parts = action.parts
             waited, receive, length, send = -1, 0.0, 0.0, 0.0
             for stage, op, microbatch in parts:
-                need, travel, receives, takes, sends, _, transfer = steps[microbatch][op][stage]
+                need, travel, receives, takes, sends, _ = steps[microbatch][op][stage]
                 need += stage * microbatches + microbatch
-                arrival = arrivals[need] + travel + transfer * larger[microbatch]
+                arrival = arrivals[need] + travel
                 if arrival > clock:
                     clock, waited = arrival, need
                 receive += receives
-                length += takes * load[microbatch]
+                length += takes
                 send += sends
             clock += receive
             begin(clock)
@@ -86,7 +103,7 @@ def simulate_rows(
         clocks[rank] = clock
     memory, sizes = costs.memory(stages), costs.spread("boundary", stages - 1)
     links = tuple(map(tuple, carried))
-    figures = memory, sizes, name, costs.unit, links, size if larger.count(0.0) < microbatches else ()
+    figures = memory, sizes, name, costs.unit, links, size if set(size) != {1.0} else ()
     return Timeline(rows, starts, ends, placement, microbatches, causes, *figures)
 
 
@@ -102,8 +119,8 @@ def _overlapped(
     return (length if predicted is None else number("overlap", predicted)), ()
 
 
-def _steps(facts: Facts, path: Sequence[int], costs: Costs) -> dict[str, tuple[_Step, ...]]:
-    """op -> how it runs on each stage, for microbatches that take this path."""
+def _steps(facts: Facts, path: Sequence[int], costs: Costs, load: float, size: float) -> dict[str, tuple[_Step, ...]]:
+    """op -> how it runs on each stage, for microbatches with this path, load and size."""
     stages, table, times = facts.stages, facts.table, costs.times(facts.stages)
     links, transfers = costs.links(stages), costs.transfers(stages)
     sending, receiving = (costs.spread(way, stages - 1) for way in ("send", "receive"))
@@ -119,12 +136,11 @@ def _steps(facts: Facts, path: Sequence[int], costs: Costs) -> dict[str, tuple[_
         by, user = needed[-1][1], users.get(provided[0], 0)
         return _Step(
             need=table[op][0][-1],
-            travel=over(links, stage, by) + over(sending, stage, by),
+            travel=over(links, stage, by) + over(sending, stage, by) + (size - 1) * over(transfers, stage, by),
             receive=over(receiving, stage, by),
-            length=times[op][stage],
+            length=times[op][stage] * load,
             send=over(sending, stage, user),
             provided=table[op][1][0],
-            transfer=over(transfers, stage, by),
         )
 
     return {op: tuple(step(op, stage) for stage in range(stages)) for op in RULE}

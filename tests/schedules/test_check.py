@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fpipe import Action, Fused, Placement, Schedule, ScheduleError, make_schedule
-from fpipe.schedules.check import check_rows
-from fpipe.schedules.dependencies import Facts, walk
+from fpipe.schedules.check import check_rows, inspect_rows
+from fpipe.schedules.dependencies import Fact, Facts, walk
 from schedule_table import TABLE, cases
 
 GOOD = "[0F0, 0F1, 0B0, 0B1]\n[1F0, 1B0, 1F1, 1B1]"
@@ -354,6 +354,22 @@ def test_the_walk_visits_every_action_once_and_after_what_it_needs(family) -> No
             for ops, stage in needs_of(part, schedule.stages - 1):
                 assert any(Action(stage, op, part.microbatch) in done for op in ops.split("|"))  # type: ignore[arg-type]
         done.update(parts)
+
+
+@given(shuffled())
+def test_the_walk_of_ordered_rows_ends_where_any_walk_ends(drawn) -> None:
+    """Rows in which only other ranks can be waited for: both walks reach the same positions, or block at the same."""
+    rows, placement, microbatches = drawn
+    rows = [sorted(row, key=lambda action: "FBIW".index(action.op)) for row in rows]
+    quick = walk(rows, placement.stages, microbatches, ordered=True)
+    slow = walk(rows, placement.stages, microbatches)
+    assert quick.blocked == slow.blocked
+    assert sorted(quick.order) == sorted(slow.order)
+
+
+def test_rows_in_which_a_stage_waits_for_itself_are_not_ordered() -> None:
+    rows = [(Action(0, "B", 0), Action(0, "F", 0))]
+    assert inspect_rows(rows, Placement.loop(1), 1).walk.blocked == ((0, 0, Fact("F", 0, 0)),)
 
 
 def test_every_fact_has_its_own_number() -> None:
