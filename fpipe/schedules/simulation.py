@@ -49,20 +49,15 @@ def simulate_rows(
     facts = Facts(stages, microbatches)
     starts, ends, causes = (tuple(array(code) for _ in rows) for code in "ddq")
     carried: list[list[Carried]] = [[] for _ in rows]
-    load, size = (costs.of_units(name, microbatches, slices) for name in ("load", "size"))
-    kinds = list(zip(map(placement.path_index, range(microbatches)), load, size, strict=True))
-    by_kind = {kind: _steps(facts, placement.paths[kind[0]], costs, *kind[1:]) for kind in set(kinds)}
-    steps = [by_kind[kind] for kind in kinds]
-    arrivals = [0.0] * facts.size
-    clocks = [0.0] * len(rows)
+    steps, size = _steps_of_all(facts, placement, costs, slices)
+    arrivals, clocks = [0.0] * facts.size, [0.0] * len(rows)
     overlap = costs.overlap if callable(costs.overlap) else costs.times(stages).get("overlap")
-    plain = overlap is None
     tables = tuple((row, s.append, e.append, c.append) for row, s, e, c in zip(rows, starts, ends, causes, strict=True))
     for rank, first, stop in walked.runs:
         row, begin, end, cause = tables[rank]
         clock = clocks[rank]
         for action in row[first:stop]:
-            if plain and isinstance(action, Action):  # as below, for an action that is not fused
+            if overlap is None and isinstance(action, Action):  # as below, for an action that is not fused
                 stage, op, microbatch = action
                 need, travel, receive, takes, send, provided = steps[microbatch][op][stage]
                 fact = stage * microbatches + microbatch
@@ -78,9 +73,8 @@ def simulate_rows(
                 arrivals[fact + provided] = clock
                 clock += send
                 continue
-            parts = action.parts
             waited, receive, length, send = -1, 0.0, 0.0, 0.0
-            for stage, op, microbatch in parts:
+            for stage, op, microbatch in action.parts:
                 need, travel, receives, takes, sends, _ = steps[microbatch][op][stage]
                 need += stage * microbatches + microbatch
                 arrival = arrivals[need] + travel
@@ -97,7 +91,7 @@ def simulate_rows(
                 carried[rank] += beside
             clock += length
             end(clock)
-            for stage, op, microbatch in parts:
+            for stage, op, microbatch in action.parts:
                 arrivals[stage * microbatches + microbatch + steps[microbatch][op][stage][5]] = clock
             clock += send
         clocks[rank] = clock
@@ -117,6 +111,16 @@ def _overlapped(
     if isinstance(predicted, Beside):
         return predicted.time, [Carried(start + begin, start + end, what) for begin, end, what in predicted.carried]
     return (length if predicted is None else number("overlap", predicted)), ()
+
+
+def _steps_of_all(
+    facts: Facts, placement: Placement, costs: Costs, slices: int
+) -> tuple[list[dict[str, tuple[_Step, ...]]], Sequence[float]]:
+    """For each microbatch how ops run on it, and its size; computed once for equal path, load and size."""
+    load, size = (costs.of_units(name, facts.microbatches, slices) for name in ("load", "size"))
+    kinds = list(zip(map(placement.path_index, range(facts.microbatches)), load, size, strict=True))
+    by_kind = {kind: _steps(facts, placement.paths[kind[0]], costs, *kind[1:]) for kind in set(kinds)}
+    return [by_kind[kind] for kind in kinds], size
 
 
 def _steps(facts: Facts, path: Sequence[int], costs: Costs, load: float, size: float) -> dict[str, tuple[_Step, ...]]:
