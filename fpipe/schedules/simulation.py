@@ -54,15 +54,14 @@ def simulate_rows(
     overlap = costs.overlap if callable(costs.overlap) else costs.times(stages).get("overlap")
     tables = tuple((row, s.append, e.append, c.append) for row, s, e, c in zip(rows, starts, ends, causes, strict=True))
     for rank, first, stop in walked.runs:
-        row, begin, end, cause = tables[rank]
-        clock = clocks[rank]
+        (row, begin, end, cause), clock = tables[rank], clocks[rank]
         for action in row[first:stop]:
+            waited = -1
             if overlap is None and isinstance(action, Action):  # as below, for an action that is not fused
                 stage, op, microbatch = action
                 need, travel, receive, takes, send, provided = steps[microbatch][op][stage]
                 fact = stage * microbatches + microbatch
                 arrival = arrivals[need + fact] + travel
-                waited = -1
                 if arrival > clock:
                     clock, waited = arrival, need + fact
                 cause(waited)
@@ -73,7 +72,7 @@ def simulate_rows(
                 arrivals[fact + provided] = clock
                 clock += send
                 continue
-            waited, receive, length, send = -1, 0.0, 0.0, 0.0
+            receive, length, send = 0.0, 0.0, 0.0
             for stage, op, microbatch in action.parts:
                 need, travel, receives, takes, sends, _ = steps[microbatch][op][stage]
                 need += stage * microbatches + microbatch
