@@ -111,17 +111,16 @@ def inspect_rows(rows: Sequence[Row], placement: Placement, microbatches: int, s
 
 def _tally(rows: Sequence[Row], placement: Placement, microbatches: int) -> tuple[bytearray, bool]:
     """Which ops occur, and whether the rows are ordered as ``walk`` asks; ValueError where a cell breaks a rule."""
-    stages, missing = placement.stages, 0
+    missing = 0
     paths = [placement.path(microbatch) for microbatch in range(microbatches)]
-    seen = bytearray(stages * microbatches)
+    seen = bytearray(placement.stages * microbatches)
     for rank, row in enumerate(rows):
         cells = _flat(row)
         missing |= cells is not row  # some are fused
         for stage, op, microbatch in cells:
-            if not (0 <= stage < stages and 0 <= microbatch < microbatches and paths[microbatch][stage] == rank):
+            if stage < 0 or microbatch < 0 or paths[microbatch][stage] != rank:  # IndexError: too large
                 raise ValueError
-            at = stage * microbatches + microbatch
-            before = seen[at]
+            before = seen[at := stage * microbatches + microbatch]
             if before & _CLASH[op]:
                 raise ValueError
             missing |= _BEFORE[op] & ~before
