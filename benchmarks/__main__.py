@@ -39,6 +39,7 @@ BENCHES: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
     "scale": ("bench_scale", (), ("--rounds", "1", "--schedules", "1F1B")),
     "lengths": ("bench_lengths", (), ("--rounds", "1", "--lengths", "4")),
     "schedules": ("bench_schedules", (), ("--ranks", "8", "--microbatches", "16", "--rounds", "1", "--large", "")),
+    "solver": ("bench_solver", (), ("--seconds", "0.2", "--cases", "1", "--rounds", "1")),
     "optimizer": ("bench_optimizer", (), ("--rounds", "2", "--sides", "32")),
     "overlap": ("bench_overlap", ("--torch", "--width", "64"), ("--rounds", "1", "--mb", "1", "--microbatches", "4")),
     "narrow": ("bench_overlap", (*NARROW, "--microbatches", "24", "--rounds", "3", "--torch"),
