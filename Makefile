@@ -48,12 +48,15 @@ test-long: $(VENV)/.installed-dev ## the whole suite with all cases of its table
 TORCH ?= 2.15.0
 OTHER := .venv-torch-$(TORCH)
 
-test-torch: | $(VENV)/.installed-dev ## the whole suite with another torch, in an environment of its own; TORCH=2.11.0
+$(OTHER)/.installed: | $(VENV)/.installed-dev
 	@test -x $(OTHER)/bin/python || $(VENV)/bin/python -m venv $(OTHER)
-	@test -f $(OTHER)/.installed || { echo "installing torch $(TORCH) into $(OTHER) (several GB) ..."; \
-		grep -vE '^(torch|setuptools)==' constraints.txt > $(OTHER)/constraints.txt; \
-		$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt \
-			torch==$(TORCH) -e '.[test]' && touch $(OTHER)/.installed; }
+	@echo "installing torch $(TORCH) into $(OTHER) (several GB) ..."
+	@grep -vE '^(torch|setuptools)==' constraints.txt > $(OTHER)/constraints.txt
+	@$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt \
+		torch==$(TORCH) -e '.[test]'
+	@touch $@
+
+test-torch: $(OTHER)/.installed ## the whole suite with another torch, in an environment of its own; TORCH=2.11.0
 	@$(OTHER)/bin/python -m pytest -n $(JOBS) $(ARGS)
 
 fuzz: $(VENV)/.installed-dev ## random pipelines against plain autograd; ARGS="--minutes 10", ARGS="--case 7"
@@ -74,8 +77,11 @@ format: $(VENV)/.installed-dev ## format the code and apply fixes
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.installed-dev ## all benchmarks of a CPU, into docs/performance.md; ARGS="torch limit" for some
-	@$(BIN)/python -m benchmarks $(ARGS)
+# with TORCH=2.15.0 in the command, the benchmarks run in that environment
+BENCH_ENV := $(if $(filter command line,$(origin TORCH)),$(OTHER),$(VENV))
+
+bench: $(if $(filter $(VENV),$(BENCH_ENV)),$(VENV)/.installed-dev,$(OTHER)/.installed) ## all benchmarks of a CPU, into docs/performance.md; ARGS="torch limit" for some, TORCH=2.15.0
+	@$(BENCH_ENV)/bin/python -m benchmarks $(ARGS)
 
 bench-gpu: $(VENV)/.installed-dev ## benchmarks of one GPU, if there is one
 	@$(BIN)/python -m benchmarks gpu $(ARGS)

@@ -19,9 +19,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from benchmarks.command import save
 from benchmarks.measure import about, load
-from benchmarks.report import PAGE, RESULTS, write
+from benchmarks.report import PAGE, RESULTS, folder, write
 
 NARROW = ("--narrow", "200mbit", "--mb", "1")
 FOUR = ("--ranks", "4", "--sizes", "medium")
@@ -64,7 +66,7 @@ def run(name: str, quick: bool, into: Path) -> int:
         status = subprocess.run(command, check=False).returncode
         if found.exists() and status == 0 and not quick:
             rows = json.loads(found.read_text(encoding="utf-8"))
-            into.mkdir(exist_ok=True)
+            into.mkdir(exist_ok=True, parents=True)
             save({"about": about(before), "rows": rows}, into / f"{name}.json")
     return status
 
@@ -74,7 +76,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHES)}; all but gpu by default")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--into", type=Path, default=RESULTS)
+    parser.add_argument("--into", type=Path, default=folder(torch.__version__))
     given = parser.parse_args()
     unknown = set(given.names) - set(BENCHES)
     if unknown:
@@ -83,7 +85,7 @@ def main() -> int:
     if failed:
         print(f"\nfailed: {', '.join(failed)}")
         return 1
-    if not given.quick and given.into == RESULTS and RESULTS.exists():
+    if not given.quick and given.into.is_relative_to(RESULTS) and RESULTS.exists():
         write(PAGE)
         print(f"\nwrote {PAGE.relative_to(Path.cwd()) if PAGE.is_relative_to(Path.cwd()) else PAGE}")
     return 0

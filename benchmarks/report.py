@@ -1,5 +1,8 @@
 """Generates ``docs/performance.md`` from ``results/*.json``: every figure with its bound.
 
+Results with another torch than the one of ``constraints.txt`` are in ``results/torch-VERSION/``; their table is behind
+that of the first.
+
 python -m benchmarks.report            writes the page
 python -m benchmarks.report --check    checks that the page agrees with the results
 """
@@ -21,11 +24,12 @@ PLAIN = ("GPipe", "1F1B")
 
 HEAD = """# Performance
 
-`make bench` measures and generates this page. `python -m benchmarks.report` generates it again from the files in
-`benchmarks/results/`. **Bold** marks a figure that exceeds its bound. All times are medians. The two sides of a
-comparison alternate, and each process has one thread. A load well above the number of processes means that the
-machine had other work; ratios are then more reliable than times. At real-time priority (`chrt -r 5 make bench`) a
-process that wakes up does not wait for that work.
+`make bench` measures and generates this page, and `make bench TORCH=2.15.0` adds the tables with another version of
+torch. `python -m benchmarks.report` generates it again from the files in `benchmarks/results/`. **Bold** marks a
+figure that exceeds its bound. All times are medians. The two sides of a comparison alternate, and each process has
+one thread. A load well above the number of processes means that the machine had other work; ratios are then more
+reliable than times. At real-time priority (`chrt -r 5 make bench`) a process that wakes up does not wait for that
+work.
 """
 
 
@@ -33,11 +37,20 @@ def page() -> str:
     """The whole page, with a section for each result file that exists."""
     parts = [HEAD]
     for name, (title, text, table) in SECTIONS.items():
-        file = RESULTS / f"{name}.json"
-        if file.exists():
-            result = json.loads(file.read_text(encoding="utf-8"))
-            parts += [f"## {title}\n\n{text}\n", "\n".join(table(result["rows"])) + "\n", _where(result["about"])]
+        files = [RESULTS / f"{name}.json", *sorted(RESULTS.glob(f"torch-*/{name}.json"))]
+        results = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
+        if results:
+            parts.append(f"## {title}\n\n{text}\n")
+        for result in results:
+            parts += ["\n".join(table(result["rows"])) + "\n", _where(result["about"])]
     return "\n".join(parts)
+
+
+def folder(version: str) -> Path:
+    """Where the results with a version of torch belong."""
+    pins = (HERE.parent / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    number = version.partition("+")[0]
+    return RESULTS if f"torch=={number}" in pins else RESULTS / f"torch-{number}"
 
 
 def write(path: Path) -> None:
