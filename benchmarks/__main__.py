@@ -27,12 +27,16 @@ from benchmarks.report import PAGE, RESULTS, folder, write
 
 NARROW = ("--narrow", "200mbit", "--mb", "1")
 FOUR = ("--ranks", "4", "--sizes", "medium")
+EIGHT = ("--ranks", "8", "--microbatches", "16")
+SIXTEEN = ("--ranks", "16", "--microbatches", "32", "--sizes", "small")
 
 #: name -> (module, its arguments, the arguments of a quick run)
 BENCHES: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
     "torch": ("bench_torch", ("--rounds", "25"), ("--rounds", "2", "--sizes", "small")),
     "torch4": ("bench_torch", ("--rounds", "15", *FOUR), ("--rounds", "1", *FOUR, "--schedules", "ZBVZeroBubble")),
     "sockets": ("bench_torch", ("--rounds", "15", "--sockets"), ("--rounds", "1", "--sizes", "small", "--sockets")),
+    "many8": ("bench_torch", ("--rounds", "5", *EIGHT), ("--rounds", "1", *EIGHT, "--schedules", "1F1B")),
+    "many16": ("bench_torch", ("--rounds", "3", *SIXTEEN), ("--rounds", "1", *SIXTEEN, "--schedules", "1F1B")),
     "pipelining": ("bench_pipelining", ("--rounds", "25"), ("--rounds", "1", "--sizes", "small")),
     "limit": ("bench_limit", ("--rounds", "25"), ("--rounds", "2", "--sizes", "small")),
     "split": ("bench_split", ("--rounds", "60"), ("--rounds", "2")),
