@@ -269,8 +269,8 @@ _MANY = (
 )
 _MANY_8 = (
     f"{_MANY} GPipe and 1F1B of medium size are from a later run than the other rows; 1F1B had ratios of 0.81, 0.86 "
-    "and 0.91 in three runs. At ordinary priority, beside other work on both cores (load 10), the ratios of medium size "
-    "were 0.81 to 1.03."
+    "and 0.91 in three runs. At ordinary priority, beside other work on both cores (load 10), the ratios of medium "
+    "size were 0.81 to 1.03."
 )
 _LIMIT = (
     "Two processes, steps in a row. The limit is the makespan that the simulator computes from the times of the "
