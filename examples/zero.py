@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     pipe = fpipe.pipeline([block] * STAGES, "Interleaved1F1B", loss=squared, microbatches=MICROBATCHES, group=group,
                           dp=copies, zero=given.zero, unsharded=2)  # fmt: skip
     params = pipe.shard(network())
-    tx = fpipe.chain(fpipe.clip_by_global_norm(1.0, over=pipe), fpipe.adamw(3e-3))
+    tx = fpipe.chain(fpipe.clip_by_global_norm(1.0, over=pipe), fpipe.adamw(3e-3, donate=True))
     state = tx.init(params)
     first = 0 in group.here and 0 in copies.here
     if first:
@@ -74,8 +74,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     losses = []
     for step in range(given.steps):
         loss, grads = fpipe.value_and_grad(pipe)(params, *batch(step, copies.here[0], copies.size))
-        updates, state = tx.update(grads, state, params)
-        params = fpipe.apply_updates(params, updates, donate=True)
+        params, state = tx.step(grads, state, params, donate=True)
         losses.append(loss.item())
         if first and step % 5 == 4:
             print(f"step {step + 1:3d}  loss {losses[-1]:.6f}")

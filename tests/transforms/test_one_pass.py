@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import fake_processes
 from common import same
 from fpipe import transforms as T
 from fpipe.errors import TransformError
 from fpipe.transforms import _foreach, _optimizer
-from transform_table import TABLE, follow, gradients, inputs, model
+from transform_table import STAGES, TABLE, TIED, follow, gradients, inputs, model
 
 #: Rows that end in the fused kernel, or whose clipping does: their steps have torch's last bits, not those of updates.
 FUSED = {"adamw", "partition"}
@@ -40,6 +41,18 @@ def test_a_step_is_update_and_apply(name: str, donate: bool):
         assert same(got, wanted)
     for mine, theirs in zip(optree.tree_leaves(got[0]), optree.tree_leaves(wanted[0]), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "clip 2 exact", "lion", "muon", "partition", "master", "all together"])
+def test_a_step_of_split_stages_is_that_of_all(name: str):
+    """The same bits on two processes, whose blocks hold other leaves than those of one process."""
+    row = TABLE[name]
+    params, grads = inputs(row)
+    spread = fake_processes.owners(STAGES, 2, how="V")
+    process = lambda over: stepped(row.make(over), over.place(params), [over.place(g) for g in grads])
+    ((whole, _),) = fake_processes.run([range(STAGES)], STAGES, process, tied=TIED)
+    parts = fake_processes.run(spread, STAGES, process, tied=TIED)
+    assert same(fake_processes.merge([after for after, _ in parts]), whole)
 
 
 @pytest.mark.parametrize("donate", [False, True])
