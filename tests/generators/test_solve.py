@@ -361,7 +361,7 @@ def test_a_period_leaves_no_rank_idle(costs: Costs, placement: str) -> None:
     """Passes of all microbatches at the places of one, a period apart each, never lie on each other."""
     path = (Placement.v(4) if placement == "V" else Placement.loop(4, 2)).paths[0]
     problem = Problem.of(costs, path, 4, 12, (9.0,) * 4)
-    source = Periods(problem, random.Random(0))
+    source = Periods(problem, random.Random(0), 99.0)
     for _ in range(5):
         choice = source.draw(())
         places = later(choice.places, choice.waits, choice.period)
@@ -377,7 +377,7 @@ def test_a_period_leaves_no_rank_idle(costs: Costs, placement: str) -> None:
 def test_repeating_the_middle_gives_what_more_microbatches_take() -> None:
     costs = Costs(F=1.2, I=1.1, W=0.9, comm=0.1)
     problem = Problem.of(costs, Placement.v(3).paths[0], 3, 12, (6.0,) * 3)
-    source = Periods(problem, random.Random(0))
+    source = Periods(problem, random.Random(0), 99.0)
     choice = source.draw(())._replace(early=None)
     orders = source.orders(problem, choice)
     assert orders is not None

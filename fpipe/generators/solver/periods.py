@@ -22,8 +22,8 @@ from .dispatch import dispatch
 from .problem import Orders, Problem
 
 _WEIGHTS = (0.3, 3.0)
-_STRETCHES = (1.0, 1.0, 1.0, 1.02, 1.05)  #: of a period beyond the work of the busiest rank
-_TARGETS = (1.0, 1.02, 1.05, 1.1)
+_STRETCHES = (1.0, 1.0, 1.0, 1.0, 1.02, 1.05)  #: of a period beyond the work of the busiest rank
+_TARGETS = (1.0, 1.0, 1.02, 1.05)  #: spans that are aimed at, beside the bound
 _APART = 3  #: actions between the Is of a rank and their Ws, at most
 _LOST = 1e-9
 #: One rank's cycle: when its actions begin; F, I and W of its first stage, then those of its second.
@@ -50,8 +50,8 @@ class Choice(NamedTuple):
 class Periods:
     """Orders from such periods, by chance or near the best so far."""
 
-    def __init__(self, problem: Problem, random: Random):
-        self.problem, self.random = problem, random
+    def __init__(self, problem: Problem, random: Random, bound: float):
+        self.problem, self.random, self.bound = problem, random, bound
         self.base = lru_cache(partial(_Period, problem))
 
     @staticmethod
@@ -75,12 +75,14 @@ class Periods:
     def _new(self) -> Choice:
         random = self.random
         base = self.base(random.choice(_STRETCHES))
-        places = base.places(random)
-        early = random.choice((True, True, False, None))
-        target = random.choice(_TARGETS) * max(self.problem.work)
+        places = min(
+            (base.places(random) for _ in range(random.choice((1, 4)))), key=lambda one: one[self.problem.stages]
+        )
+        early, turns = random.choice((True, True, True, False, None)), random.random() < 0.6
+        target = random.choice(_TARGETS) * self.bound
         spare = base.spare(places)
-        waits = tuple(self._pass() for _ in range(spare if random.random() < 0.8 else random.randint(0, spare)))
-        return Choice(tuple(places), base.period, waits, target, early)
+        waits = (self._pass(turns) for _ in range(spare if random.random() < 0.8 else random.randint(0, spare)))
+        return Choice(tuple(places), base.period, tuple(waits), target, early)
 
     def _near(self, choice: Choice) -> Choice:
         random = self.random
@@ -95,12 +97,12 @@ class Periods:
         early = choice.early if random.random() < 0.8 else random.choice((True, False, None))
         return choice._replace(waits=tuple(waits), target=target, early=early)
 
-    def _pass(self) -> int:
-        """A pass to wait for, in the order of a microbatch's way: mostly where that turns back."""
+    def _pass(self, turn: bool = False) -> int:
+        """A pass to wait for, in the order of a microbatch's way: where that turns back, or mostly there."""
         p, random = self.problem, self.random
         way = range(1, 2 * p.stages)
         turns = [at for at in way if _rank(p, at) == _rank(p, at - 1)]
-        return random.choice(turns) if turns and random.random() < 0.6 else random.choice(way)
+        return random.choice(turns) if turns and (turn or random.random() < 0.6) else random.choice(way)
 
 
 def static(problem: Problem, places: Sequence[float], period: float) -> Orders:

@@ -170,7 +170,7 @@ class Search:
         for schedule in starts.named(task.whole, () if small else starts.FEW) if small or not task.filled else ():
             self._offer(schedule, task.whole.limit)
             for other in starts.relieved(schedule):
-                if self.share() < _DRAWS and self.span > task.bound * ALMOST:
+                if self.share() < 1 and self.span > task.bound * ALMOST:
                     self._offer(other, task.whole.limit)
             if not small and self.schedule is not before:
                 break  # of many actions the first that fits must do
@@ -214,7 +214,7 @@ class Search:
         for task in tasks:
             task.sources = [_Source(starts.Blocks(task.problem, self.random), [])]
             if Periods.fit(task.problem):
-                task.sources.append(_Source(Periods(task.problem, self.random), []))
+                task.sources.append(_Source(Periods(task.problem, self.random, task.bound - task.work), []))
         for drawn, annealed in _ROUNDS:
             tasks = self._draw([task for task in tasks if task.bound < self.span], drawn)
             if tasks and tasks[0].problem.small:
