@@ -159,12 +159,14 @@ def _blocks(single: bool, params: Column, decays: list[bool]) -> list[Hashable]:
 
     ``single``: as many as there are.
     """
+    if single:
+        return [(leaf.device, leaf.dtype, on) for leaf, on in zip(params, decays, strict=True)]
     blocks: dict[Hashable, tuple[int, int]] = {}  # of a kind: the number of the last block, and its elements
     keys = []
     for leaf, on in zip(params, decays, strict=True):
         kind = leaf.device, leaf.dtype, on
         number, elements = blocks.get(kind, (0, 0))
-        if elements >= _BLOCK and not single and leaf.device.type == "cpu":
+        if elements >= _BLOCK and leaf.device.type == "cpu":
             number, elements = number + 1, 0
         keys.append((*kind, number))
         blocks[kind] = number, elements + leaf.numel()

@@ -128,11 +128,12 @@ def by_kind(
     1
     True
     """
-    groups: dict[Hashable, list[int]] = {}
-    for index, key in enumerate([(leaf.device, leaf.dtype) for leaf in columns[0]] if keys is None else keys):
-        groups.setdefault(key, []).append(index)
-    if len(groups) <= 1:
+    keys = [(leaf.device, leaf.dtype) for leaf in columns[0]] if keys is None else keys
+    if len(set(keys)) <= 1:
         return list(kernel(*columns))
+    groups: dict[Hashable, list[int]] = {}
+    for index, key in enumerate(keys):
+        groups.setdefault(key, []).append(index)
     merged: list[Column] = []
     for indices in groups.values():
         parts = kernel(*([column[i] for i in indices] for column in columns))
