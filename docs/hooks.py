@@ -406,8 +406,10 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Link the examples that a page names."""
+    """Link the examples that a page names, and the files of the repository that are pages."""
     up = "../" * page.file.src_uri.count("/")
+    for copy, file in COPIED.items():
+        markdown = markdown.replace(f"]({up}../{file}", f"]({up}{copy}")
     return re.sub(r"(?<!\[)`examples/(\w+)\.\w+`(?!\])", rf"[\g<0>]({up}examples.md#\1)", markdown)
 
 

@@ -1,6 +1,6 @@
 """A decoder of the transformers package, with random weights, split into four stages and trained on sonnets.
 
-python examples/huggingface.py            # needs: pip install 'fpipe[hf]'
+python examples/huggingface.py            # needs: pip install '.[hf]'
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Train, kill, resume on another number of processes, and export to Hugging Face: the logits are those of the run.
 
-python examples/resume.py                     # starts its processes itself; needs: pip install 'fpipe[hf]'
+python examples/resume.py                     # starts its processes itself; needs: pip install '.[hf]'
 
 Two processes train a tiny Llama until one of them is killed. One process continues from the last complete checkpoint,
 with another schedule and another cut. The losses are those of a run that was never interrupted.

@@ -198,7 +198,7 @@ def solve(
     Ctrl-C ends the search, and what was found is written.
 
     \b
-    fpipe solve -p 8 -m 32 --costs profile.json --memory 60GB --out plan.csv
+    fpipe solve -p 8 -m 32 --costs costs.json --memory 60GB --out plan.csv
     fpipe solve -p 4 -m 16 --placement V --costs F=1,I=1.1,W=0.8,comm=0.1 --memory 6
     """
     p, m = bounded(ranks, microbatches)

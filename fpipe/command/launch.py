@@ -68,7 +68,7 @@ def launch(
         env: what is added to the environment of each process.
         on: ``"processes"`` of this machine, or ``"ray"``: one actor of a Ray cluster for each rank, each with an
             accelerator if the cluster has some (``"ray:NPU"`` and ``"ray:CPU"`` name the resource of each); it needs
-            ``pip install fpipe[ray]``.
+            ``pip install '.[ray]'``.
         copies: run several copies of the pipeline, each on ``ranks`` processes of its own, for
             ``fpipe.Loop(quorum=fpipe.quorum())``: the loss of a copy does not stop the others.
         restarts: how often each copy is started again after a failure, until another one has ended.

@@ -151,8 +151,8 @@ def _show(job: Job, found: Found) -> None:
     click.echo("\n".join(table(_COLUMNS, found.best)))
     click.echo("\n" + _why(found.best[0]))
     click.echo(
-        f"{found.layouts} layouts, of which the state and one microbatch of {found.possible} have room; "
-        f"{found.predicted} were simulated, and no other one is shorter"
+        f"{found.possible} of {found.layouts} layouts have room for the state and one microbatch; "
+        f"{found.predicted} were simulated; no other can be faster"
     )
 
 
@@ -166,7 +166,7 @@ def _why(best: Prediction) -> str:
         f"{name} {value / GIB:.1f}"
         for name, value in (
             ("state of layers", full.layers), ("of the vocabulary", full.vocabulary),
-            ("activations", full.activations), ("for a moment", full.moment),
+            ("activations", full.activations), ("temporary", full.moment),
         )
     )  # fmt: skip
     return (

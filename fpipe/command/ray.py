@@ -55,7 +55,7 @@ def _ray() -> Any:
     try:
         ray: Any = import_module("ray")
     except ImportError as error:
-        raise LaunchError(f"on='ray' needs Ray ({error}); pip install fpipe[ray]") from error
+        raise LaunchError(f"on='ray' needs Ray ({error}); pip install '.[ray]' in a checkout of fpipe") from error
     if import_module("ray.util.client").ray.is_connected():
         raise LaunchError("this process is a client outside the Ray cluster; submit the script as a job of the cluster")
     return ray

@@ -249,7 +249,7 @@ def _missing(
         1 | 8: (f"{stage}I{mb}", f" before {stage}W{mb}"),
     }.get(seen[index], (f"{stage}F{mb}", ""))
     each = "slice" if counts[1] > 1 else "microbatch"
-    what = f"{lack} is nowhere, but every stage needs it for every {each}; put it on rank {rank}{remedy}"
+    what = f"{lack} is missing, but every stage needs it for every {each}; put it on rank {rank}{remedy}"
     return _fault(rows, rank, position, what, "count")
 
 

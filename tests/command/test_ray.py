@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("ray
 
 @pytest.fixture(scope="module", autouse=True)
 def _cluster() -> Iterator[None]:
-    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install fpipe[ray]")
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(
         num_cpus=2, resources={"XPU": 1}, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False

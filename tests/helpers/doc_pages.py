@@ -11,6 +11,7 @@ import ast
 import contextlib
 import doctest
 import io
+import os
 import re
 import shlex
 import subprocess
@@ -81,7 +82,7 @@ def check_calls(page: Path) -> None:
             assert named, f"{page.name}: nothing calls {definition.name}"
 
 
-def run(page: Path, update: bool = False) -> None:
+def run(page: Path, update: bool = False, compare: bool = True) -> None:
     """Run the blocks of a page in order and compare what they print; ``update`` writes it into the page instead."""
     names: dict[str, object] = {"__name__": "page"}
     check_calls(page)
@@ -96,7 +97,7 @@ def run(page: Path, update: bool = False) -> None:
             elif block.kind == "sh":
                 for line in filter(None, block.code.splitlines()):
                     shell(line)
-            elif block.kind == "text" and output is None:
+            elif block.kind == "text" and (output is None or not compare):
                 continue
             elif block.kind == "text":
                 same = doctest.OutputChecker().check_output(block.code, output, doctest.ELLIPSIS)
@@ -109,9 +110,15 @@ def run(page: Path, update: bool = False) -> None:
         output = None if block.kind == "text" else printed.getvalue()
 
 
-def run_strictly(page: Path, update: bool = False) -> str:
+def run_strictly(page: Path, update: bool = False, compare: bool = True) -> str:
     """``run`` with warnings as errors; returns the name of the page."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        run(page, update)
+        run(page, update, compare)
     return page.name
+
+
+def run_as_script(page: Path, folder: Path) -> str:
+    """``run_strictly`` in a folder, as one of the processes of torchrun: the first prints what the page shows."""
+    os.chdir(folder)
+    return run_strictly(page, compare=os.environ["RANK"] == "0")

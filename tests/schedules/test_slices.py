@@ -87,7 +87,7 @@ BROKEN = [
     ("[0F0.0, 0F0.1, 0B0.0, 0B0.1]", "order", r"rank 0, position 2 \(0B0\.0\).*from the last slice: move 0B0\.1"),
     ("[0F0.0, 0F0.1, 0I0.0, 0I0.1, 0W0.0, 0W0.1]", "order", r"position 2 \(0I0\.0\).*of 0I0\.1"),
     ("[(0F0.0;0F0.1)OVERLAP_F_B, 0B0.1, 0B0.0]", "fused", r"0F0\.1 needs 0F0\.0"),
-    ("[0F0.0, 0F0.1, 0B0.1]", "count", r"0B0\.0 .*is nowhere.*every slice"),
+    ("[0F0.0, 0F0.1, 0B0.1]", "count", r"0B0\.0 .*is missing.*every slice"),
     ("[0F0.0, 0F0.1, 0F1, 0B0.1, 0B0.0, 0B1]", "slices", r"0F1 has no slice, where others have 2"),
     ("[0F0, 0B0, 0F1.0, 0F1.1, 0B1.1, 0B1.0]", "slices", r"0F1\.0 has 2 slices"),
     ("[0F0.0, 0B0.0, 1F0.0, 1B0.0]\n[0F0.1, 0B0.1, 1F0.1, 1B0.1]", "slices", "several ranks"),

@@ -15,13 +15,15 @@ import pytest
 
 import doc_pages
 import fpipe
-from doc_pages import ROOT, run, run_strictly
+from doc_pages import ROOT, run, run_as_script, run_strictly
 from fpipe import generators
 from fpipe.generators import catalogue
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: pages that run on several processes -> how many
 SEVERAL = {"parallelism.md": 4, "pipelining.md": 2, "clients.md": 2}
+#: pages that run in one process, and are scripts for torchrun too -> processes
+SCRIPTS = {"training.md": 4, "huggingface.md": 2, "migrate.md": 4, "machines.md": 4}
 #: pages that another test runs -> that test
 ELSEWHERE = {"ray.md": "tests/command/test_ray.py"}
 #: topics that need a how-to page
@@ -49,6 +51,18 @@ def test_blocks_on_several_processes(name: str):
     ranks = SEVERAL[name]
     assert f"--nproc-per-node {ranks} " in page.read_text(encoding="utf-8"), "the page says on how many it runs"
     assert fpipe.launch(run_strictly, page, ranks=ranks, timeout=100) == [name] * ranks
+
+
+@pytest.mark.xdist_group("axes")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_run_under_torchrun(name: str, tmp_path: Path, long: bool):
+    if name == "huggingface.md":
+        pytest.importorskip("transformers")
+        if not long:
+            pytest.skip("takes 20 seconds: --long")
+    (page,) = (ROOT / "docs").rglob(name)
+    ranks = SCRIPTS[name]
+    assert fpipe.launch(run_as_script, page, tmp_path, ranks=ranks, timeout=100) == [name] * ranks
 
 
 def test_pages_run_elsewhere_are_run_there():

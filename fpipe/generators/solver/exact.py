@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact search by the solver CP-SAT of OR-tools (``pip install fpipe[solve]``), for small problems.
+"""Exact search by the solver CP-SAT of OR-tools (``pip install '.[solve]'``), for small problems.
 
 Every action is an interval of integer length. Microbatches that cost the same run in ascending order on every stage:
 in any schedule they can be numbered anew so, stage by stage, and keep all times and all memory. Times are scaled to

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 if find_spec("verl") is None:
-    raise ImportError("fpipe.interop.verl needs verl 0.9; install fpipe[verl]")
+    raise ImportError("fpipe.interop.verl needs verl 0.9; pip install '.[verl]' in a checkout of fpipe")
 
 from . import cpu as cpu  # first: what follows asks verl for the platform
 from .config import FpipeActorConfig, FpipeCriticConfig, FpipeEngineConfig

@@ -34,7 +34,9 @@ def write(drawn: Page, scale: int, dark: bool = False) -> bytes:
     try:
         from PIL import Image, ImageDraw
     except ImportError as error:
-        raise FpipeError("a .png needs Pillow; pip install 'fpipe[pictures]', or write .svg") from error
+        raise FpipeError(
+            "a .png needs Pillow; pip install '.[pictures]' in a checkout of fpipe, or write .svg"
+        ) from error
     image = Image.new("RGB", (round(drawn.width * scale), round(drawn.height * scale)), palette(1, dark)["paper"])
     canvas = ImageDraw.Draw(image)
     for shape in drawn.shapes:
