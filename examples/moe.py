@@ -56,14 +56,6 @@ def batch(step: int, member: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def update(params: list[Any], grads: list[Any], spread: Any, rate: float = 0.5) -> None:
-    """Plain descent. Experts have their gradient from all members already; the rest is summed over them."""
-    for p, g in zip(params, grads, strict=True):
-        for name in p or ():
-            whole = g[name] if name in ("up", "down") else spread.all_reduce(g[name])
-            p[name] -= rate * whole / spread.size
-
-
 def main(arguments: list[str] | None = None) -> list[float]:
     """Train for a few steps; returns the losses."""
     told = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -80,14 +72,18 @@ def main(arguments: list[str] | None = None) -> list[float]:
     members, size, member = spread.pg, spread.size, spread.here[0]
     schedule = fpipe.make_schedule(given.schedule, group.size, MICROBATCHES)
     stages = stages_of(schedule.stages, members, size)
-    pipe = fpipe.pipeline(stages, schedule, loss=cross_entropy, group=group, overlap=given.overlap)
-    params, losses = pipe.place(parameters(schedule.stages, member, size)), []
+    # members are copies of the pipeline with rows of their own, and hold the experts each for itself
+    copies = {"dp": spread, "own": ["*.up", "*.down"]} if size > 1 else {}
+    pipe = fpipe.pipeline(stages, schedule, loss=cross_entropy, group=group, overlap=given.overlap, **copies)
+    params, losses, tx = pipe.place(parameters(schedule.stages, member, size)), [], fpipe.sgd(0.5)
+    state = tx.init(params)
     for step in range(given.steps):
         x, y = batch(step, member)
         if given.plan and step == 0:
             print(pipe.plan(params, x, y))
         loss, grads = fpipe.value_and_grad(pipe)(params, x, y)
-        update(params, grads, spread)
+        updates, state = tx.update(grads, state, params)
+        params = fpipe.apply_updates(params, updates)
         losses.append(float(loss))
         if group.here[0] == 0 and member == 0:
             print(f"step {step}  loss {losses[-1]:.4f}")

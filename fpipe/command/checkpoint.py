@@ -90,12 +90,13 @@ def convert(path: Path, out: Path, tree: str, shard: int) -> None:
     fpipe checkpoint convert runs/a/step-000000100 model/
     fpipe checkpoint convert model/ checkpoint/
     """
+    model = is_complete(path)
     with progress(f"writing {out}") as track:
-        if is_complete(path):
+        if model:
             hub.write_model(out, _entries(path, Manifest.read(path), tree), shard, track)
         else:
             from_entries(out, hub.entries(hub.fused(stored(path))), shard, track)
-    click.echo(f"wrote {out}")
+    click.echo(f"wrote {out}" + ("; from_pretrained needs the config.json of the model there too" if model else ""))
 
 
 def _entries(path: Path, manifest: Manifest, tree: str) -> list[hub.Entry]:

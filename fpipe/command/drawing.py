@@ -96,6 +96,8 @@ def view(path: Path, costs: str, per: str, out: Path | None, show: bool) -> None
         with progress(f"drawing {path}"):
             pictures.save(_timelines(path, options.parse_costs(costs), per), out)
         click.echo(f"wrote {out} ({_size(out)})")
+    if not show and out == path:
+        click.echo(str(out.resolve()))
     if show and not webbrowser.open(out.resolve().as_uri()):
         click.echo(f"no browser could be opened here; open {out} in one")
 

@@ -7,7 +7,6 @@ This module must not know how checkpoints are written.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 import torch
 
 from ..collectives.quorum import Quorum
-from ..errors import CheckpointError, StageError, UnsupportedError
+from ..errors import BatchError, CheckpointError, StageError, UnsupportedError
 from ..running.gradients import value_and_grad
 from ..running.pipeline import Pipeline
 from ..saving._pipe import tensor_parallel
@@ -34,10 +33,9 @@ from ..saving.save import Saving, save
 from ..transforms import Transform, apply_updates
 from ..transforms.finite import LossScaleState
 from ..tree import flatten, unflatten
+from .records import Before, Record, log_to, part_of
 
 _FOLDER = re.compile(r"step-(\d{9,})")
-#: What is logged of a step: its number, loss and seconds.
-Record: TypeAlias = dict[str, Any]
 #: The arguments of a step, ``(x, *targets)``, or these and side inputs by name.
 Batch: TypeAlias = Sequence[Any] | tuple[Sequence[Any], dict[str, Any]]
 
@@ -77,7 +75,9 @@ class Loop:
         every: steps from a checkpoint to the next one. They are written behind the next steps.
         keep: how many checkpoints stay.
         keep_every: checkpoints of multiples of this step stay too; 0: none.
-        log: called with a record of each step, on the first process; by default records are lines of ``log.jsonl``.
+        log: called with a record of each step, on the first process; by default records are lines of ``log.jsonl``. A
+            record has ``step`` (from 1), ``loss`` and ``seconds``, ``rate`` if the transform has one learning rate, and
+            ``norm``, that of the gradients before clipping, if it clips by it.
         quorum: ``fpipe.quorum()`` where several copies of the pipeline train together and some may be lost: the others
             go on with the mean of their gradients, and a copy that was started again takes over their state. Each
             record has the number of ``copies`` that took part. Which data a copy trains on is up to ``batch``.
@@ -219,6 +219,7 @@ class Loop:
             ``(params, state, step)``.
 
         Raises:
+            BatchError: if ``batch`` is no function, such as a loader.
             CheckpointError: if the last checkpoint is of another model, or damaged.
 
         >>> import fpipe, tempfile
@@ -228,18 +229,24 @@ class Loop:
         >>> step, params
         (2, [tensor([0.8100]), tensor([0.8100])])
         """
+        if not callable(batch):
+            raise BatchError(
+                f"batch is a {type(batch).__name__}; it must be a function of the step that returns (x, *targets). For "
+                "a loader, give a function that takes the batch of that step from it (docs: A training run, Data)"
+            )
         with _signalled() as signalled:
             now, saving = self._begin(params, batch), None
             log, leads = self._logger(now.step), self._leads
             step_of = value_and_grad(self.pipe)
             while now.step < steps:
-                began = time.perf_counter()
+                began, before = time.perf_counter(), Before.of(self.tx, now.state)
                 loss, now = self._step(step_of, now, batch)
                 if leads != self._leads:
                     log, leads = self._logger(now.step - 1), self._leads
                 if log is not None:
                     seconds = round(time.perf_counter() - began, 6)
-                    log({"step": now.step, "loss": loss.item(), "seconds": seconds, **self._took_part()})
+                    record = {"step": now.step, "loss": loss.item(), "seconds": seconds}
+                    log(record | before.figures(now.state) | self._took_part())
                 stop = self._stops(bool(signalled))
                 if now.step % self.every == 0 or now.step == steps or stop:
                     self._finish(saving)
@@ -303,7 +310,9 @@ class Loop:
         if len(args) == 2 and isinstance(args[0], (tuple, list)) and isinstance(args[1], dict):
             args, sides = args
         copy = 0 if self.quorum is None else self.quorum.copy
-        options = {"loss_scale": _scale_of(now.state), "seed": seed_of(self.pipe.config.seed, now.step, copy)}
+        scaled = part_of(now.state, LossScaleState)
+        scale = None if scaled is None else scaled.scale
+        options = {"loss_scale": scale, "seed": seed_of(self.pipe.config.seed, now.step, copy)}
         loss, grads = step_of(now.params, *args, **options, **sides)
         if self.quorum is not None:
             loss, grads = self._mean(loss, grads, now)
@@ -331,24 +340,7 @@ class Loop:
         """Where records go, on the first process."""
         if not self._first or self.log is not None or self.path is None:
             return self.log if self._first else None
-        path = Path(self.path) / "log.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in path.read_text().splitlines() if _number(line) <= step] if path.exists() else []
-        path.write_text("".join(f"{line}\n" for line in kept))
-
-        def log(record: Record) -> None:
-            with open(path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
-
-        return log
-
-
-def _number(line: str) -> float:
-    """The step of a line of a log; infinite for one that was cut off."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
+        return log_to(Path(self.path) / "log.jsonl", step)
 
 
 def seed_of(seed: int | None, step: int, copy: int = 0) -> int | None:
@@ -361,14 +353,6 @@ def seed_of(seed: int | None, step: int, copy: int = 0) -> int | None:
         return None
     text = f"{seed}/{step}" if copy == 0 else f"{seed}/{step}/{copy}"
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")
-
-
-def _scale_of(state: Any) -> Any:
-    """The scale of the loss, if the state has one."""
-    if isinstance(state, LossScaleState):
-        return state.scale
-    parts = state if isinstance(state, tuple) else ()
-    return next((scale for scale in map(_scale_of, parts) if scale is not None), None)
 
 
 @contextmanager

@@ -208,9 +208,18 @@ def _reason(error: Exception) -> str:
     frames = [f for f, name in files if f.filename != __file__ and not re.search("/torch/(fx|_dynamo)/", name)]
     if not frames:  # torch.fx failed to call it at all
         return "a decorator hides its arguments, or it takes them as *args"
-    at = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})"
+    last = next(
+        (f for f in reversed(frames) if not re.search("/torch/(nn/modules|functional)", f.filename)), frames[-1]
+    )
+    line = last.line or ""
+    at = f"{last.filename}:{last.lineno} ({line}{' ...)' if line.count('(') > line.count(')') else ''})"
     if isinstance(error, TraceError):
         return f"a value decides what it computes, at {at}"
+    if isinstance(error, AttributeError) and "Proxy" not in str(error):
+        return (
+            f"{error}, at {at}: what the forward of a submodule stores on it has no value when stages are cut; let the "
+            "submodule return it (a loss of a stage is fpipe.Stage(fn, aux_loss=True), see 'MoE and overlap')"
+        )
     return f"it needs a value that is known only when it runs, at {at}"
 
 

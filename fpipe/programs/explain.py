@@ -114,7 +114,8 @@ def captured_gradient_error(label: str, tensor: torch.Tensor) -> TraceError:
     """The error for a stage that closes over a tensor that requires a gradient."""
     return TraceError(
         f"stage {label} closes over a tensor of shape {list(tensor.shape)} that requires a gradient, "
-        "which it would silently not get; pass it in the stage's parameters, or close over tensor.detach()"
+        "which it would silently not get; pass it in the stage's parameters, or close over tensor.detach(). A loss "
+        "that a stage computes beside its output, as of a router, is fpipe.Stage(fn, aux_loss=True)"
     )
 
 

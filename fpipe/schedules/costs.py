@@ -87,6 +87,21 @@ class Costs:
         shown = [f.name for f in fields(self) if f.name in "FIW" or getattr(self, f.name) != f.default]
         return f"Costs({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
+    def __str__(self) -> str:
+        """As ``repr``, with four digits of each number.
+
+        >>> print(Costs(F=(1 / 3, 2), I=0.5, W=1e-5 / 3))
+        Costs(F=(0.3333, 2), I=0.5, W=3.333e-06)
+        """
+
+        def short(value: Any) -> str:
+            if isinstance(value, tuple):
+                return f"({', '.join(map(short, value))}{',' if len(value) == 1 else ''})"
+            return f"{value:.4g}" if isinstance(value, float) else repr(value)
+
+        shown = [f.name for f in fields(self) if f.name in "FIW" or getattr(self, f.name) != f.default]
+        return f"Costs({', '.join(f'{name}={short(getattr(self, name))}' for name in shown)})"
+
     # ---- text ---------------------------------------------------------------------------------------------------
     @classmethod
     def parse(cls, text: str) -> Costs:

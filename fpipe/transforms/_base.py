@@ -75,6 +75,7 @@ class Transform:
         factor: for a transform that multiplies all gradients by one factor: ``factor(grads) -> (factor, state)``, where
             a factor of None is 1. The optimizer behind it then multiplies in its pass.
         in_one_pass: how :meth:`step` updates the parameters without a tree of updates; None where it adds updates.
+        rate: the learning rate of the next step, ``rate(state)``; None where there is none, or more than one.
 
     A transform of the user's is written the same way as those of this package:
 
@@ -97,6 +98,7 @@ class Transform:
     speculation: Speculation | None = None
     factor: Callable[[Updates], tuple[Tensor | None, State]] | None = None
     in_one_pass: InOnePass | None = None
+    rate: Callable[[State], float] | None = None
 
     def __iter__(self) -> Iterator[Callable[..., Any]]:
         return iter((self.init, self.update))
@@ -245,7 +247,9 @@ def chain(*transforms: Transform) -> Transform:
         return _through(transforms, grads, _state_of(transforms, state), params)
 
     donates = any(transform.donates for transform in transforms)
-    chained = Transform(init, update, donates=donates, parts=transforms)
+    rates = [(index, transform.rate) for index, transform in enumerate(transforms) if transform.rate is not None]
+    rate = None if len(rates) != 1 else lambda state: rates[0][1](state[rates[0][0]])
+    chained = Transform(init, update, donates=donates, parts=transforms, rate=rate)
     if not transforms or transforms[-1].in_one_pass is None:
         return chained
     return replace(chained, in_one_pass=partial(_chain_in_one_pass, transforms))

@@ -81,7 +81,7 @@ def optimizer(
 
     rule = _Rule(name, state_type, arithmetic, lr, moments, decay, mask, dtype, donate, kernel, blocks)
     tx = leafwise(rule.init, rule.update, donates=donate)
-    return replace(tx, in_one_pass=partial(rule.in_one_pass, tx.update))
+    return replace(tx, in_one_pass=partial(rule.in_one_pass, tx.update), rate=lambda state: rate_at(lr, state.step))
 
 
 class _Rule(NamedTuple):

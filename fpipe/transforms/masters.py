@@ -85,9 +85,11 @@ def master(inner: Transform, *, donate: bool = False) -> Transform:
                 copies[i] = copy
             return at.tree(us), MasterState(at.tree(copies, base=state.master), after)
 
+    rate = inner.rate
     return Transform(
-        init, update, donates=donate or inner.donates, in_one_pass=partial(_in_one_pass, inner, update, donate)
-    )
+        init, update, donates=donate or inner.donates, in_one_pass=partial(_in_one_pass, inner, update, donate),
+        rate=None if rate is None else lambda state: rate(state.inner),
+    )  # fmt: skip
 
 
 def _in_one_pass(

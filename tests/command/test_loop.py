@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 import fpipe
 from checkpoint_model import Layout, adam, batch, by_name, optimizer, pipeline
@@ -82,6 +83,36 @@ def test_records_go_to_one_callable():
     seen: list[dict[str, Any]] = []
     run(None, LAYOUTS[1], 3, log=seen.append)
     assert [row["step"] for row in seen] == [1, 2, 3] and all(row["seconds"] >= 0 for row in seen)
+
+
+def test_records_have_the_rate_and_the_norm():
+    """Those of a loop by hand; a step that was skipped has no norm."""
+    stages = [Stage(lambda p, x: x * p, name=name) for name in ("a", "b")]
+    loss = lambda y, t: (y - t).square().mean()
+    pipe = fpipe.pipeline(stages, loss=loss, microbatches=2, group=fpipe.local(2))
+    params, rate = [torch.ones(2)] * 2, fpipe.warmup_linear(0.1, warmup=2, steps=6)
+    data = lambda step: (torch.ones(2, 2), torch.full((2, 2), 3.0 + step))
+    for last in (fpipe.adamw(rate), fpipe.master(fpipe.adamw(rate, donate=True), donate=True)):
+        tx = fpipe.chain(fpipe.skip_nonfinite(over=pipe), fpipe.clip_by_global_norm(0.1, over=pipe), last)
+        state, weights, want = tx.init(params), params, []
+        for step in range(3):
+            value, grads = fpipe.value_and_grad(pipe)(weights, *data(step))
+            updates, state = tx.update(grads, state, weights)
+            weights = fpipe.apply_updates(weights, updates)
+            want.append({"step": step + 1, "loss": value.item(), "rate": rate(step), "norm": state[1].norm.item()})
+        seen: list[dict[str, Any]] = []
+        fpipe.Loop(pipe, tx, log=seen.append).run(params, data, 3)
+        assert [{name: row[name] for name in want[0]} for row in seen] == want
+        broken = lambda step: tuple(t * (float("nan") if step == 1 else 1.0) for t in data(step))
+        seen.clear()
+        fpipe.Loop(pipe, tx, log=seen.append).run(params, broken, 3)
+        assert ["norm" in row for row in seen] == [True, False, True]
+
+
+def test_a_loader_is_no_function_of_the_step():
+    pipe, params = pipeline(LAYOUTS[1])
+    with pytest.raises(fpipe.BatchError, match="batch is a DataLoader; it must be a function of the step"):
+        fpipe.Loop(pipe, fpipe.sgd(0.1)).run(params, DataLoader([1]), 1)  # type: ignore[arg-type]
 
 
 def test_side_inputs_belong_to_a_batch():

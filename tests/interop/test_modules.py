@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -363,3 +364,44 @@ def test_a_model_output_keeps_its_class():
 def test_a_forward_that_cannot_be_read_shows_no_internals():
     with pytest.raises(fpipe.StageError, match=r"a value decides what it computes, at .*test_modules\.py:\d+"):
         fpipe.from_module(nn.Sequential(Chooser(), nn.Linear(2, 2)), cuts=["0.never"])
+
+
+class Noted(nn.Module):
+    """Keeps a loss of its own as an attribute, as some routers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.b(self.a(x))
+        return x, self.a.noted
+
+
+def test_an_attribute_that_a_forward_sets_is_named_with_the_line_of_the_user():
+    with pytest.raises(
+        fpipe.StageError, match=r"no attribute 'noted', at .*test_modules\.py:\d+ \(return x, .*aux_loss=True"
+    ):
+        fpipe.from_module(Noted(), cuts=["b"])
+
+
+def test_modules_that_return_a_loss_of_their_stage():
+    """bind, and aux_loss=True: as autograd on the modules."""
+
+    class Router(nn.Linear):
+        def forward(self, x: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            y = super().forward(x)
+            return y, y.square().mean()
+
+    torch.manual_seed(0)
+    layers, (x, t) = [Router(3, 3) for _ in range(2)], torch.randn(2, 4, 3)
+    bound = fpipe.interop.bind(layers)
+    stages = [dataclasses.replace(stage, aux_loss=True) for stage in bound.stages]
+    pipe = fpipe.pipeline(stages, loss=nn.functional.mse_loss, microbatches=1, group=fpipe.local(2))
+    loss, grads = fpipe.value_and_grad(pipe)(bound.params, x, t)
+    y, first = layers[0](x)
+    y, second = layers[1](y)
+    whole = nn.functional.mse_loss(y, t) + first + second
+    whole.backward()
+    torch.testing.assert_close(loss, whole.detach())
+    torch.testing.assert_close(grads[0]["weight"], layers[0].weight.grad)

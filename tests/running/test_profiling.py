@@ -104,7 +104,7 @@ def test_a_simulation_by_these_costs_is_what_was_measured():
 
 def test_how_a_rank_spent_its_time():
     found = shares(BY_HAND[0])
-    assert found == {"programs": 26, "sending": 1, "asking": 0.5, "waiting": 42, "between": 0.5}
+    assert found == {"programs": 26, "sending": 1, "posting": 0.5, "waiting": 42, "between": 0.5}
 
 
 # ---- a step on processes --------------------------------------------------------------------------------------------
@@ -321,6 +321,18 @@ def test_its_help_says_what_it_does():
 
     text = CliRunner().invoke(command, ["--help"]).output
     assert "file of costs" in text and "--model" in text
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("1F1B", "F B"), ("ZBH1", "F I W")])
+def test_a_profile_lists_the_kinds_that_ran(name: str, kinds: str):
+    pipe = fpipe.pipeline([lambda p, x: x * p] * 2, name, loss=lambda y: y.sum(), microbatches=2, group=fpipe.local(2))
+    step = fpipe.profile(fpipe.value_and_grad(pipe))
+    assert repr(step) == "Profile(no step yet)"
+    step([torch.ones(())] * 2, torch.ones(4))
+    head = next(line for line in str(step).splitlines() if line.startswith("stage "))
+    assert head.split() == ["stage", *(word for kind in kinds.split() for word in (kind, "ms"))]
+    assert "these ranks ran in turn" in str(step).splitlines()[-1]
+    assert repr(step).startswith("Profile(1 step, the last: measured ")
 
 
 def test_a_profile_shows_what_preparation_took():

@@ -138,7 +138,7 @@ def _link(sent: Sequence[Message], handling: float, slices: int) -> tuple[float,
 def shares(run: Run) -> dict[str, float]:
     """How a rank spent its time between its first instruction and its last, by kind of work."""
     names = dict.fromkeys(_COMPUTES, "programs") | {
-        "WAIT": "waiting", "SEND": "sending", "RECV": "asking", "SETTLE": "asking"
+        "WAIT": "waiting", "SEND": "sending", "RECV": "posting", "SETTLE": "posting"
     }  # fmt: skip
     times: dict[str, float] = {}
     for did in run.did:

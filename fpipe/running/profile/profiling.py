@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from os import PathLike, fspath
@@ -40,6 +40,7 @@ class Profile:
         self._shown: Any = None  # where a notebook displays it
         self.runs: list[tuple[Run, ...]] = []  # each by rank
         self.prepared = Spent()  # what this process spent to prepare plans
+        self.in_turn = False  # whether the ranks of the last step ran in this process, one after the other
         self._open: list[tuple[ExitStack, list[Log], list[Spent]]] = []
 
     # ---- recording ----------------------------------------------------------------------------------------------
@@ -63,7 +64,9 @@ class Profile:
             local: dict[int, list[Run]] = {}
             for run in (log.run() for log in logs):
                 local.setdefault(run.rank, []).append(run)
-            self.runs += gathered(logs[0].bound.group, local)
+            group = logs[0].bound.group
+            self.runs += gathered(group, local)
+            self.in_turn = len(group.here) == group.size > 1
             self.__dict__.pop("costs", None)
             if self.live and 0 in local:
                 self._display()
@@ -133,19 +136,31 @@ class Profile:
         """Both timelines as text."""
         return pictures.draw([self.simulated, self.timeline], width=width, color=color)
 
+    def __repr__(self) -> str:
+        steps = len(self.runs)
+        done = f"{steps} step{'s' if steps > 1 else ''}, the last: {self._headline}" if steps else "no step yet"
+        return f"Profile({f'{self.name}, ' if self.name else ''}{done})"
+
     def __str__(self) -> str:
         parts = [shares(run) for run in self._last]
         names = list(dict.fromkeys(name for part in parts for name in part))
         lines = [
             self._headline,
             "",
-            table(self.costs),
+            table(
+                self.costs, {action.op for row in self.timeline.rows for action in row if isinstance(action, Action)}
+            ),
             "",
             "rank " + " ".join(f"{name:>10}" for name in names) + "   (ms)",
         ]
         for rank, part in enumerate(parts):
             lines.append(f"{rank:4d} " + " ".join(f"{1e3 * part.get(name, 0.0):10.3f}" for name in names))
         lines += ["", f"preparation, in this process: {self.prepared}"] if self.prepared.seconds else []
+        if self.in_turn:
+            lines += [
+                "",
+                "these ranks ran in turn, in one process: waiting and bubble are not those of several processes",
+            ]
         return "\n".join(lines)
 
 
@@ -296,9 +311,10 @@ def _rewritten(schedule: Schedule, ops: dict[str, str]) -> Schedule:
     return Schedule(rows, schedule.placement, schedule.microbatches, schedule.name)
 
 
-def table(price: Costs) -> str:
-    """Measured costs as text: a line per stage, and one for messages."""
-    columns = {name: value for name in ("F", "B", "I", "W") if isinstance(value := getattr(price, name), tuple)}
+def table(price: Costs, ran: Collection[str] = "FBIW") -> str:
+    """Measured costs as text: a line per stage, and one for messages. Only kinds that ``ran`` were measured."""
+    kinds = [name for name in "FBIW" if name in ran]
+    columns = {name: value for name in kinds if isinstance(value := getattr(price, name), tuple)}
     lines = ["stage " + " ".join(f"{name + ' ms':>9}" for name in columns)]
     for stage, row in enumerate(zip(*columns.values(), strict=True)):
         lines.append(f"{stage:5d} " + " ".join(f"{1e3 * value:9.3f}" for value in row))
