@@ -21,6 +21,7 @@ from ..schedule import Schedule, read_text
 from ..schedules.collector import uncollected
 from ..schedules.text import parse_csv, parse_rows
 from .automatic import make_zb_1p, make_zb_2p
+from .automatic_loop import make_interleaved_zb_1p, make_interleaved_zb_2p
 from .chimera import make_chimera
 from .dualpipe import make_dual_pipe, make_dual_pipe_v
 from .gpipe import make_gpipe
@@ -37,8 +38,8 @@ Maker = TypeVar("Maker", bound=Callable[..., Schedule])
 #: The names of the catalogue, for completion in editors; a registered name is any text.
 Name: TypeAlias = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "ZBV", "DualPipeV",
-    "Eager1F1B", "Overlapped1F1B", "ZBH1", "ZBH2", "ZB1P", "ZB2P", "VHalf", "VMin", "V", "DualPipe", "Chimera",
-    "Hanayo", "Seq1F1B", "SeqZBH1", "auto",
+    "Eager1F1B", "Overlapped1F1B", "ZBH1", "ZBH2", "ZB1P", "ZB2P", "InterleavedZB1P", "InterleavedZB2P", "VHalf",
+    "VMin", "V", "DualPipe", "Chimera", "Hanayo", "Seq1F1B", "SeqZBH1", "auto",
 ]  # fmt: skip
 Source: TypeAlias = Name | str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
 
@@ -69,6 +70,8 @@ TABLE = (
     _Entry("ZBH2", make_zb_h2),
     _Entry("ZB1P", make_zb_1p),
     _Entry("ZB2P", make_zb_2p),
+    _Entry("InterleavedZB1P", make_interleaved_zb_1p, 2),
+    _Entry("InterleavedZB2P", make_interleaved_zb_2p, 2),
     _Entry("VHalf", make_v_half, 2, exactly=True),
     _Entry("VMin", make_v_min, 2, exactly=True),
     _Entry("V", make_v, 2, exactly=True, limited=True),
