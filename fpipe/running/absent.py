@@ -35,7 +35,8 @@ def elsewhere(shape: Sequence[int] | None = None, dtype: torch.dtype | None = No
     whose stages name them; all others may pass ``fpipe.elsewhere(...)``. With a shape and a dtype it stands for one
     leaf, so an argument of several leaves is a pytree of them, and nothing is sent in a call. Without them it stands
     for a whole argument, or for all of its Microbatches; its shapes are received in the first call, and must then stay
-    as they are. Outputs are joined as those of a whole batch.
+    as they are. Outputs are joined as those of a whole batch. Calls with the argument on every process and calls with
+    it elsewhere have plans of their own: pass one or the other from the first call on, for each shape.
 
     Args:
         shape: of the tensor, as the processes have it that pass it.
