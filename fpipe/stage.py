@@ -172,7 +172,25 @@ def as_stage(fn: Callable[..., Any] | Stage) -> Stage:
         return fn
     if not callable(fn):
         raise StageError(f"a stage must be a function fn(params, x), not {type(fn).__name__} {fn!r}")
+    if isinstance(fn, torch.nn.Module) and not _takes_params(fn):
+        raise StageError(f"a stage must be a function fn(params, x), not the module {type(fn).__name__}; {OF_MODULES}")
     return Stage(fn)
+
+
+#: What to do with modules.
+OF_MODULES = (
+    "stages, params = fpipe.from_module(model, cuts) cuts a module, and fpipe.interop.bind(modules) takes one for each "
+    "stage"
+)
+
+
+def _takes_params(module: torch.nn.Module) -> bool:
+    """Whether a module is called as a stage is: with parameters, perhaps a state, and x."""
+    try:
+        inspect.signature(module.forward).bind(None, None)
+    except TypeError:
+        return False
+    return True
 
 
 def keyword_only(fn: Callable[..., Any]) -> tuple[str, ...]:

@@ -307,7 +307,9 @@ def _stages(entry: _Entry, ranks: int, stages: int | None) -> int:
         return wanted
     if entry.exactly and stages != wanted:
         what = f"{entry.name} takes {wanted} stages on {ranks} ranks, not {stages}"
-        raise ScheduleError(f"{what}; give stages={wanted} or leave it out", rule="stages")
+        raise ScheduleError(
+            f"{what}; give stages={wanted} or leave it out, and a pipeline {wanted} functions", rule="stages"
+        )
     unit = ranks * entry.step
     if stages % unit:
         above = -(-stages // unit) * unit

@@ -20,7 +20,7 @@ from ..plans.sharding import Copies
 from ..plans.weaving.weave import Overlap
 from ..schedule import Schedule
 from ..schedules.costs import Costs
-from ..stage import Engine, Stage, as_stage, with_defaults, without_unsafe_compilers
+from ..stage import OF_MODULES, Engine, Stage, as_stage, with_defaults, without_unsafe_compilers
 from .auto import chosen_by
 from .config import Config, Loss, Outputs, ties
 from .descriptions import described
@@ -135,7 +135,8 @@ def pipeline(
     0.0
     """
     if not isinstance(stages, (list, tuple)) or not stages:
-        raise StageError("stages must be a list of functions fn(params, x), one at least")
+        module = f"; {OF_MODULES}" if isinstance(stages, torch.nn.Module) else ""
+        raise StageError(f"stages must be a list of functions fn(params, x), one at least{module}")
     group = group or init()
     if isinstance(schedule, Schedule) and microbatches is None:
         microbatches = schedule.microbatches

@@ -122,7 +122,9 @@ class Manifest:
         """The manifest of a folder; CheckpointError where the checkpoint is incomplete or the manifest damaged."""
         if not (folder / NAME).is_file():
             why = "has no manifest, so it was not completed" if folder.is_dir() else "is no folder"
-            raise CheckpointError(f"{folder} {why}; load a complete checkpoint")
+            inside = sorted(file.parent.name for file in folder.glob(f"*/{NAME}"))
+            other = f", such as {folder / inside[-1]}" if inside else ""
+            raise CheckpointError(f"{folder} {why}; load a complete checkpoint{other}")
         with opened(folder, NAME) as file:
             try:
                 if size_of(file) > MOST:

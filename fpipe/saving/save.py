@@ -33,6 +33,7 @@ from .manifest import File, Leaf, Manifest, Piece, flush_folder, is_complete
 #: Bytes of a file of tensors at most, but for a larger tensor.
 MOST_FILE = 2 << 30
 _POLL = 0.02
+_SEEN = 5.0  #: seconds until a file of another process is seen
 _LAST = 2.0  #: seconds for the lists of other processes after the program has ended
 _OURS = re.compile(r"[0-9]{5}-[0-9]{5}\.safetensors|[0-9]{5}\.[0-9a-f]{16}\.json|\.[0-9a-f]{16}\.part")
 #: Names of trees that would be taken for arguments of ``load``.
@@ -106,8 +107,10 @@ def _start(folder: Path, pipe: Pipe, params: Sequence[Any] | None, more: Mapping
     holding, token = agree(pipe, lambda: (_collected(Names(pipe), params, more), secrets.token_hex(8)))
     facts = everyone(pipe, holding.facts())
     total = agree(pipe, lambda: merged(facts))
-    agree(pipe, lambda: _prepare(folder) if is_first(pipe) else None)
-    job = _Job(folder, _agreed_token(pipe, token), _number(pipe), _numbers(pipe), pipe.group.timeout, wait)
+    token = _agreed_token(pipe, token)
+    agree(pipe, lambda: _prepare(folder, token) if is_first(pipe) else None)
+    _check_shared(folder, pipe, token)
+    job = _Job(folder, token, _number(pipe), _numbers(pipe), pipe.group.timeout, wait)
     rows = [_Host.of(place, copied=not wait) for place in holding.places]
     pool = ThreadPoolExecutor(2, "fpipe-save")
     written = pool.submit(job.write, rows)
@@ -123,8 +126,8 @@ def _collected(names: Names, params: Sequence[Any] | None, more: Mapping[str, An
     return collect(names, params, more)
 
 
-def _prepare(folder: Path) -> None:
-    """An empty folder: what an incomplete checkpoint left there is removed."""
+def _prepare(folder: Path, token: str) -> None:
+    """An empty folder but for a mark: what an incomplete checkpoint left there is removed."""
     if is_complete(folder):
         raise CheckpointError(f"{folder} has a complete checkpoint; save to another folder, or remove it first")
     folder.mkdir(parents=True, exist_ok=True)
@@ -133,6 +136,27 @@ def _prepare(folder: Path) -> None:
         raise CheckpointError(f"{folder} has other files, such as {others[0]!r}; save to a new folder")
     for file in folder.iterdir():
         file.unlink()
+    _mark(folder, token).touch()
+
+
+def _mark(folder: Path, token: str) -> Path:
+    """The file by which a process sees that its folder is that of the first one."""
+    return folder / f".{token}.part"
+
+
+def _check_shared(folder: Path, pipe: Pipe, token: str) -> None:
+    """Raise on every process where one does not see the folder of the first."""
+    end = time.monotonic() + _SEEN
+    while not (sees := _mark(folder, token).exists()) and time.monotonic() < end:
+        time.sleep(_POLL)
+    where = f"process {_number(pipe)} {folder.absolute()}"
+    rows = everyone(pipe, "" if sees and not is_first(pipe) else f"{'0' if sees else '1'} {where}")
+    first, *others = sorted(row for row in rows if row)  # the first process's begins with 0
+    if is_first(pipe):
+        _mark(folder, token).unlink(missing_ok=True)
+    if others:
+        what = f"{first[2:]} and {others[0][2:]} are two folders"
+        raise CheckpointError(f"{what}; give one path, on a file system that all processes share")
 
 
 def _agreed_token(pipe: Pipe, token: str) -> str:

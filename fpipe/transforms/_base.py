@@ -256,10 +256,11 @@ def chain(*transforms: Transform) -> Transform:
 
 
 def _state_of(transforms: Sequence[Transform], state: State) -> State:
-    if len(state) != len(transforms):
+    if not isinstance(state, Sequence) or len(state) != len(transforms):
+        what = f"a state of {len(state)} parts" if isinstance(state, Sequence) else f"the state {state!r}"
         raise TransformError(
-            f"a state of {len(state)} parts for a chain of {len(transforms)} transforms; "
-            f"pass the state that this chain's init or update returned"
+            f"{what} for a chain of {len(transforms)} transforms; pass the state that this chain's init, update or "
+            "step returned, or what was saved of it"
         )
     return state
 

@@ -79,6 +79,8 @@ def optimizer(
         blocks: whether the arithmetic of a leaf is independent of the leaves beside it.
     """
 
+    if not callable(lr) and (isinstance(lr, (bool, str)) or not hasattr(lr, "__float__")):
+        raise TransformError(f"lr={lr!r} of {name}; give a number, or a function of the step")
     rule = _Rule(name, state_type, arithmetic, lr, moments, decay, mask, dtype, donate, kernel, blocks)
     tx = leafwise(rule.init, rule.update, donates=donate)
     return replace(tx, in_one_pass=partial(rule.in_one_pass, tx.update), rate=lambda state: rate_at(lr, state.step))
@@ -128,6 +130,8 @@ class _Rule(NamedTuple):
         keys: Callable[[Column, list[bool]], Sequence[Hashable] | None] = lambda weights, decays: None,
     ) -> tuple[Column, State]:  # fmt: skip
         """``step(Step, *moments)`` on all leaves: its first column, and a state of the others."""
+        if not hasattr(state, "step"):
+            raise TransformError(f"{self.name} got the state {state!r}; pass that of tx.init(params)")
         number, trees = state.step + 1, state[1 : 1 + self.moments]
         columns, first = [at.of(tree, "the state") for tree in trees], at.leaves
         weights = weights_of(at, params, needs_params) if needs_params else [None] * len(first)

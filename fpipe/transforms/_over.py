@@ -9,10 +9,12 @@ depend on the number of processes. This module must not know schedules or any si
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..collectives.group import Group
@@ -77,6 +79,20 @@ def stages_here(tree: Tree, over: Over | None) -> dict[int, Tree]:
             f"None for stages on other processes"
         )
     return {stage: tree[stage] for stage in over.here}
+
+
+def warn_of_parts(tree: Tree, over: Over | None) -> None:
+    """Warn where a tree has the stages of one process alone, and nothing says where the others are."""
+    listed = isinstance(tree, list) or type(tree) is tuple
+    if over is not None or not listed or all(part is not None for part in tree) or all(part is None for part in tree):
+        return
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        there = [stage for stage, part in enumerate(tree) if part is not None]
+        warnings.warn(
+            f"only stages {', '.join(map(str, there))} of {len(tree)} are here, and over= is missing: the gradients of "
+            "other processes are not counted, so processes differ; pass over=pipe to the transform",
+            stacklevel=2,
+        )
 
 
 def board_device(tree: Tree, over: Over | None) -> torch.device:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import TransformError
 from . import _foreach as F
 from ._base import Params, Speculation, State, Transform, Updates
-from ._over import Over, board_device, own_leaves
+from ._over import Over, board_device, own_leaves, warn_of_parts
 from ._places import count, map_kinds, places, scaled
 
 
@@ -42,6 +42,7 @@ def all_finite(tree: Updates, over: Over | None = None) -> bool:
     >>> all_finite([torch.ones(2)]), all_finite([torch.ones(2), torch.tensor(float("nan"))])
     (True, False)
     """
+    warn_of_parts(tree, over)
     bad = _bad(tree, board_device(tree, over))
     if over is not None:
         bad = over.all_sum(bad)

@@ -20,7 +20,7 @@ from ..errors import TransformError
 from ..tree import Tree, matches, names, unmatched
 from . import _foreach as F
 from ._base import Speculation, State, Transform, Updates, on_leaves, scaling
-from ._over import Board, Over, Sharded, board_device, own_leaves, shards_of, stages_here, wide
+from ._over import Board, Over, Sharded, board_device, own_leaves, shards_of, stages_here, warn_of_parts, wide
 from ._places import map_kinds, places
 
 #: Elements in one row of an exact norm; any number would do, as long as it never changes.
@@ -55,6 +55,7 @@ class Norm(NamedTuple):
 
     def total(self, tree: Tree) -> Tensor:
         """The norm of all stages, on every process."""
+        warn_of_parts(tree, self.over)
         shards = shards_of(self.over) if self.shards is None else self.shards
         if self.exact and self.shards is None and shards is not None:
             shares = self._gathered(tree, shards)

@@ -43,9 +43,15 @@ def step(pipe: fpipe.Pipeline, params: Any = PARAMS, x: Any = X, *targets: Any, 
 
 # ---- building a pipeline --------------------------------------------------------------------------------------------
 MADE_WRONG = {
-    "wrong number of stages": (lambda: piped([layer] * 3), fpipe.ScheduleError, "4 stages on 2 ranks, not 3"),
+    "wrong number of stages": (lambda: piped([layer] * 3), fpipe.ScheduleError, "4 stages on 2 ranks, not 3; .*4 functions"),
     "no stages": (lambda: fpipe.pipeline([], "1F1B"), fpipe.StageError, "one at least"),
     "a stage that is no function": (lambda: piped([layer, 3, layer, layer]), fpipe.StageError, "not int 3"),
+    "a module as a stage": (
+        lambda: piped([torch.nn.Linear(4, 4)] * 4), fpipe.StageError, "not the module Linear; .*from_module",
+    ),
+    "a module in place of stages": (
+        lambda: piped(torch.nn.Linear(4, 4)), fpipe.StageError, "one at least; .*from_module",
+    ),
     "an unknown schedule": (lambda: piped(schedule="ZBW"), fpipe.ScheduleError, "did you mean ZBV"),
     "a schedule for other ranks": (
         lambda: piped(schedule=fpipe.make_schedule("1F1B", 3, 4)), fpipe.StageError, "for 3 ranks, the group has 2",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import optree
 import pytest
@@ -186,6 +187,8 @@ def _on_process(folder: Path) -> bool:
         fpipe.save(folder / "b", pipe, params=params)
     with pytest.raises(CheckpointError, match="'rank' differs between processes"):
         fpipe.save(folder / "c", pipe, params=params, rank=alone.rank)
+    with mock.patch("fpipe.saving.save._SEEN", 0.1), pytest.raises(CheckpointError, match=r"/d-0 and .* are two folde"):
+        fpipe.save(folder / f"d-{alone.rank}", pipe, params=params)
     return True
 
 

@@ -78,6 +78,11 @@ def test_another_model_is_refused_or_reported(saved: Path, like: list[Any], faul
         assert same(leaf, stored[name] if fits else wanted[name])
 
 
+def test_the_folder_of_a_run_names_a_checkpoint_in_it(saved: Path):
+    with pytest.raises(CheckpointError, match=r"no manifest.*such as .*/c$"):
+        fpipe.load(saved.parent, two(), "params")
+
+
 def test_another_stage_is_named(saved: Path):
     with pytest.raises(CheckpointError, match="no stage or part 'end'; it has 'first', 'last'"):
         fpipe.load(saved, two(("first", "end")), "params")

@@ -115,6 +115,17 @@ def test_chain_checks_its_state():
         tx.update([torch.ones(1)], ((),))
 
 
+@pytest.mark.parametrize("tx", [T.adamw(0.1), T.chain(T.identity(), T.sgd(0.1, momentum=0.9))])
+def test_a_state_of_none_is_named(tx: T.Transform):
+    with pytest.raises(TransformError, match="the state None"):
+        tx.update([torch.ones(1)], None, [torch.ones(1)])
+
+
+def test_a_rate_that_is_text_is_refused():
+    with pytest.raises(TransformError, match="lr='0.1' of adamw"):
+        T.adamw("0.1")  # type: ignore[arg-type]
+
+
 def test_misfit_trees_are_told():
     tx = T.adamw(0.1)
     params = [{"w": torch.ones(1)}, None]

@@ -190,3 +190,14 @@ def test_three_copies_are_summed_in_one_order():
         assert same(fake_processes.merge(parts), wanted)
     tx = T.sum_tied(tied)
     assert same(tx.update(params, tx.init(params))[0], wanted)
+
+
+@pytest.mark.parametrize("tx", [T.clip_by_global_norm(1.0), T.skip_nonfinite(), T.dynamic_loss_scale()])
+def test_stages_of_one_process_without_over_are_warned_of(tx: T.Transform, monkeypatch: pytest.MonkeyPatch):
+    """Several processes, and a tree with the stages of one of them: its norm is not that of the model."""
+    grads = [torch.ones(2), None]
+    tx.update(grads, tx.init(grads), grads)  # one process: no warning
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    with pytest.warns(UserWarning, match="only stages 0 of 2 are here, and over= is missing"):
+        tx.update(grads, tx.init(grads), grads)
