@@ -43,7 +43,9 @@ def step(pipe: fpipe.Pipeline, params: Any = PARAMS, x: Any = X, *targets: Any, 
 
 # ---- building a pipeline --------------------------------------------------------------------------------------------
 MADE_WRONG = {
-    "wrong number of stages": (lambda: piped([layer] * 3), fpipe.ScheduleError, "4 stages on 2 ranks, not 3; .*4 functions"),
+    "wrong number of stages": (
+        lambda: piped([layer] * 3), fpipe.ScheduleError, "4 stages on 2 ranks, not 3; .*4 functions",
+    ),
     "no stages": (lambda: fpipe.pipeline([], "1F1B"), fpipe.StageError, "one at least"),
     "a stage that is no function": (lambda: piped([layer, 3, layer, layer]), fpipe.StageError, "not int 3"),
     "a module as a stage": (

@@ -122,7 +122,7 @@ def test_a_state_of_none_is_named(tx: T.Transform):
 
 
 def test_a_rate_that_is_text_is_refused():
-    with pytest.raises(TransformError, match="lr='0.1' of adamw"):
+    with pytest.raises(TransformError, match=r"lr='0\.1' of adamw"):
         T.adamw("0.1")  # type: ignore[arg-type]
 
 
