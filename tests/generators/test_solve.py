@@ -255,14 +255,14 @@ def dearness(length: int) -> float:
 def test_packing_and_ordering_take_a_fifth_off(name: str, placement: str) -> None:
     """Lengths are log-normal; microbatches in input order against packed ones in the solver's order: means."""
     before = after = 0.0
-    for seed in range(4):
+    for seed in range(2):
         draw = random.Random(seed)
         lengths = [min(16384, max(16, round(draw.lognormvariate(6.5, 1)))) for _ in range(64)]
         given = [range(8 * k, 8 * k + 8) for k in range(8)]
         loads = [[sum(dearness(lengths[i]) for i in group) for group in groups]
                  for groups in (given, fpipe.pack(lengths, microbatches=8, cost=dearness))]  # fmt: skip
         first = make_schedule(name, 8, 8).simulate(Costs(load=loads[0]))
-        second = quick(Costs(load=loads[1]), 8, 8, placement, memory=max(first.peak_bytes))
+        second = quick(Costs(load=loads[1]), 8, 8, placement, memory=max(first.peak_bytes), time_limit=1.0)
         before, after = before + first.span, after + second.timeline.span
     assert after < 0.8 * before
 
