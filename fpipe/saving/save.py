@@ -14,11 +14,12 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from concurrent.futures import wait as futures_wait
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,6 +31,7 @@ from .files import Entry, from_bytes, grouped, to_bytes, write
 from .keys import Names
 from .manifest import File, Leaf, Manifest, Piece, flush_folder, is_complete
 
+T = TypeVar("T")
 #: Bytes of a file of tensors at most, but for a larger tensor.
 MOST_FILE = 2 << 30
 _POLL = 0.02
@@ -59,7 +61,12 @@ class Saving:
         Raises:
             CheckpointError: on every process, if one could not write its part, or tied leaves differ.
         """
-        agree(self.pipe, lambda: self.written.result())
+        try:
+            agree(self.pipe, lambda: self.written.result())
+        except CheckpointError:
+            if self.completed is not None:  # it reads the lists, which the next save to this folder removes
+                futures_wait([self.completed], timeout=_LAST)
+            raise
         agree(self.pipe, lambda: None if self.completed is None else self.completed.result())
 
 
@@ -112,11 +119,23 @@ def _start(folder: Path, pipe: Pipe, params: Sequence[Any] | None, more: Mapping
     _check_shared(folder, pipe, token)
     job = _Job(folder, token, _number(pipe), _numbers(pipe), pipe.group.timeout, wait)
     rows = [_Host.of(place, copied=not wait) for place in holding.places]
-    pool = ThreadPoolExecutor(2, "fpipe-save")
-    written = pool.submit(job.write, rows)
-    completed = pool.submit(job.complete, total) if is_first(pipe) else None
-    pool.shutdown(wait=False)
+    written = _started(lambda: job.write(rows))
+    completed = _started(lambda: job.complete(total, written)) if is_first(pipe) else None
     return Saving(folder, pipe, written, completed)
+
+
+def _started(fn: Callable[[], T]) -> Future[T]:
+    """Run a function on a thread that the end of the program waits for, and sees."""
+    future = Future[T]()
+
+    def run() -> None:
+        try:
+            future.set_result(fn())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="fpipe-save").start()
+    return future
 
 
 def _collected(names: Names, params: Sequence[Any] | None, more: Mapping[str, Any]) -> Holding:
@@ -265,11 +284,13 @@ class _Job:
     def _list_of(self, number: int) -> Path:
         return self.folder / f"{number:05}.{self.token}.json"
 
-    def complete(self, total: Holding) -> None:
+    def complete(self, total: Holding, written: Future[str]) -> None:
         """Wait for the lists of all processes and write the manifest."""
         lists = [self._list_of(number) for number in self.numbers]
         until = time.monotonic() + self.timeout * 10
         while missing := [path for path in lists if not path.exists()]:
+            if written.done():
+                written.result()  # raises where not even the list could be written
             if not threading.main_thread().is_alive():  # the program ends, after a failure of another process perhaps
                 until = min(until, time.monotonic() + _LAST)
             if time.monotonic() > until:

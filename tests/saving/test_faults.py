@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +26,7 @@ from fpipe.saving.manifest import Manifest
 from fpipe.transforms.optimizers import AdamState
 
 ALONE = Layout(4, "1F1B", 2)
+ROOT = Path(fpipe.__file__).parent.parent
 
 
 def two(names: tuple[str, str] = ("first", "last"), **options: Any) -> Any:
@@ -212,6 +216,30 @@ def test_a_process_that_cannot_write_is_reported(tmp_path: Path, monkeypatch: py
         fpipe.load(tmp_path / "c", two(), "params")
     fpipe.save(tmp_path / "c", two(), params=weights())
     assert same(fpipe.load(tmp_path / "c", two(), "params"), weights())
+
+
+def test_a_failed_save_has_ended_when_it_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Not even the list of its files could be written: no thread waits for it."""
+
+    def full(*args: Any, **more: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fpipe.saving.save.write", full)
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        fpipe.save(tmp_path / "c", two(), params=weights())
+    assert not [thread for thread in threading.enumerate() if thread.name == "fpipe-save"]
+
+
+ENDS = """
+import pathlib, sys, fpipe.saving.save as save
+job = save._Job(pathlib.Path(sys.argv[1]), "0", 0, [0, 1], float("inf"), False)
+save._started(lambda: job.complete(None, save._started(lambda: job.write([]))))
+"""
+
+
+def test_a_program_that_ends_gives_up_the_list_of_another_process(tmp_path: Path):
+    subprocess.run([sys.executable, "-c", ENDS, str(tmp_path)], check=True, timeout=60, cwd=ROOT)
 
 
 # ---- malicious files ------------------------------------------------------------------------------------------------
