@@ -489,6 +489,8 @@ def test_view_shows_a_folders_timelines_simulated_first(
     printed(capsys, "view", "run")  # ours may be written again
     assert printed(capsys, "view", "run/timeline.html") == ""
     assert len(opened) == 3
+    shown = printed(capsys, "view", "run/timeline.html", "--no-open")
+    assert shown.strip() == str(Path("run/timeline.html").resolve()) and len(opened) == 3
 
 
 def test_view_takes_a_schedule_or_a_timeline(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):

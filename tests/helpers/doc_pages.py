@@ -82,6 +82,24 @@ def check_calls(page: Path) -> None:
             assert named, f"{page.name}: nothing calls {definition.name}"
 
 
+def continues(page: Path) -> bool:
+    """Whether a block of Python uses a name that an earlier one defines."""
+    earlier: set[str] = set()
+    for block in blocks(page.read_text(encoding="utf-8")):
+        if block.kind != "python":
+            continue
+        nodes = list(ast.walk(ast.parse(block.code)))
+        used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+        defined = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        defined |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        defined |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+        defined |= {(node.asname or node.name).split(".")[0] for node in nodes if isinstance(node, ast.alias)}
+        if (used - defined) & earlier:
+            return True
+        earlier |= defined
+    return False
+
+
 def run(page: Path, update: bool = False, compare: bool = True) -> None:
     """Run the blocks of a page in order and compare what they print; ``update`` writes it into the page instead."""
     names: dict[str, object] = {"__name__": "page"}

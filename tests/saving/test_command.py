@@ -50,11 +50,12 @@ def test_verify(saved: Any, capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize("shard", ["100000000", "500"])
-def test_convert_to_hugging_face_and_back(saved: Any, tmp_path: Path, shard: str):
+def test_convert_to_hugging_face_and_back(saved: Any, tmp_path: Path, shard: str, capsys: pytest.CaptureFixture[str]):
     package = pytest.importorskip("safetensors.torch")
     path, pipe, params, state = saved
     out, back = tmp_path / "model", tmp_path / "back"
     assert main(["checkpoint", "convert", str(path), str(out), "--shard", shard]) == 0
+    assert "from_pretrained needs the config.json of the model there too" in capsys.readouterr().out
     tensors = {name: leaf for file in out.glob("*.safetensors") for name, leaf in package.load_file(file).items()}
     assert same(dict(sorted(tensors.items())), dict(sorted(fpipe.stream(pipe, params))))
     if shard == "500":

@@ -15,7 +15,7 @@ import pytest
 
 import doc_pages
 import fpipe
-from doc_pages import ROOT, run, run_as_script, run_strictly
+from doc_pages import ROOT, continues, run, run_as_script, run_strictly
 from fpipe import generators
 from fpipe.generators import catalogue
 
@@ -77,6 +77,12 @@ def test_the_list_names_every_page():
     generated = {"index.md", "contributing.md", "changelog.md", "examples.md", "zoo.md", "reference.md"}
     assert named - there <= generated | {"performance.md"}
     assert {f"howto/{name}.md" for name in HOWTO} <= named & there
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_a_page_says_that_its_blocks_belong_together(page: Path):
+    text = " ".join(page.read_text(encoding="utf-8").split())
+    assert not continues(page) or re.search(r"(block|part|script|example)\b[^.]* continues (those|the \w+) above", text)
 
 
 def test_a_wrong_page_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
