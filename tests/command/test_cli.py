@@ -235,7 +235,7 @@ REFUSED = [
     ("check junk.csv", 1, "found 'junk'"),
     ("check hole.csv", 1, "no rank holds stage 1"),
     ("check empty.csv", 1, "at least one rank"),
-    ("check forwards.csv", 1, "nowhere"),
+    ("check forwards.csv", 1, "0B0 (or 0I0 and 0W0) is missing"),
     ("check .", 2, "there is no file"),
     ("compare -p 0", 2, "0 is not in the range x>=1"),
     ("compare --costs F=1:2", 2, "give one number"),
