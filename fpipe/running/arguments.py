@@ -16,7 +16,6 @@ import torch
 
 from .. import tree
 from ..errors import BatchError, StageError
-from ..generators.forward import forwards_alone
 from ..plans.sharding import Layout, Shares
 from ..programs.autocast import ambient
 from ..schedule import Schedule
@@ -250,7 +249,7 @@ class Call:
         chain = schedule.slices if config.carries else 1
         kinds, kind_of = _kinds([self._kind(m, dx) for m in range(chain if uniform else self.number)], chain)
         if not training:
-            schedule = forwards_alone(schedule)
+            schedule = config.forwards_for(self.microbatches)
         elif self.mode == "vjp":
             schedule = _phased(schedule)
         return Request(

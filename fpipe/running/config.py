@@ -20,6 +20,7 @@ from ..collectives.claim import Claim
 from ..collectives.group import Group
 from ..errors import StageError
 from ..generators import Source, is_path, schedule_from
+from ..generators.forward import forwards_alone
 from ..plans.sharding import Copies
 from ..plans.weaving.weave import Overlap
 from ..programs.losses import loss_sides
@@ -117,6 +118,13 @@ class Config:
     def schedule_for(self) -> Callable[[int], Schedule]:
         """The checked schedule for a number of microbatches; each is generated once."""
         made = partial(_schedule_for, self.schedule, self.group.size, self.stages, self.sliced)
+        return made if isinstance(self.schedule, Auto) else lru_cache(maxsize=None)(made)
+
+    @cached_property
+    def forwards_for(self) -> Callable[[int], Schedule]:
+        """The schedule of forwards alone for a number of microbatches; one that the caller gave keeps its order."""
+        name = isinstance(self.schedule, str) and not is_path(self.schedule)
+        made = lambda number: forwards_alone(self.schedule_for(number)) if name else self.schedule_for(number).only("F")
         return made if isinstance(self.schedule, Auto) else lru_cache(maxsize=None)(made)
 
     @cached_property

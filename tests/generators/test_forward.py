@@ -6,6 +6,7 @@ from collections import defaultdict
 
 import pytest
 
+import fpipe
 from fpipe import Costs, Schedule, make_schedule
 from fpipe.generators.forward import forwards_alone
 from schedule_table import TABLE, Case, cases
@@ -54,3 +55,10 @@ def test_values_do_not_wait_for_forwards_of_earlier_stages() -> None:
 def test_slices_stay_in_the_order_of_the_schedule() -> None:
     schedule = make_schedule("VMin", 4, 4, slices=2)
     assert forwards_alone(schedule) == schedule.only("F")
+
+
+def test_a_schedule_that_the_caller_gave_keeps_its_order():
+    given = fpipe.make_schedule("VMin", 3, 6)
+    pipe = lambda schedule: fpipe.pipeline([lambda p, x: x] * 6, schedule, microbatches=6, group=fpipe.local(3))
+    assert pipe(given).config.forwards_for(6).rows == given.only("F").rows
+    assert pipe("VMin").config.forwards_for(6).rows != given.only("F").rows
