@@ -47,7 +47,7 @@ def page(browser: Any, file: Path) -> Iterator[Any]:
 
 
 def test_it_is_one_small_file(file: Path):
-    assert file.stat().st_size < 500_000
+    assert file.stat().st_size < 600_000
 
 
 def cases(long: bool) -> Iterator[tuple[str, int, int, int]]:

@@ -553,7 +553,9 @@ def _at(image: tuple[int, int, list[bytes]], x: int, y: int) -> bytes:
 
 def test_without_pillow_a_png_is_refused_and_the_extra_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(FpipeError, match=r"a \.png needs Pillow; pip install 'fpipe\[pictures\]', or write \.svg"):
+    with pytest.raises(
+        FpipeError, match=r"a \.png needs Pillow; pip install '\.\[pictures\]' in a checkout of fpipe, or write \.svg"
+    ):
         pictures.save(timeline(), tmp_path / "a.png")
     assert not (tmp_path / "a.png").exists()
 
