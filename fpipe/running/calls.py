@@ -216,7 +216,7 @@ def _run(
                 check_leaks(executable.plan, regs[rank])
     finally:
         for r in regs.values():
-            r.send_loss = None  # it refers to the registers
+            r.send_loss = r.each = None  # they refer to the registers: a cycle keeps gradients until a collection
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------

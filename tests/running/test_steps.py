@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -36,3 +40,29 @@ def test_a_value_that_is_not_wanted_is_not_kept():
     x = torch.arange(4.0)
     with fpipe.debug():
         assert pipe([torch.tensor(2.0), torch.tensor(3.0)], x).equal(6 * x)
+
+
+@pytest.mark.parametrize("how", ["value_and_grad", "each", "forward", "vjp"])
+def test_a_call_leaves_no_reference_cycle(how: str):
+    """A cycle would hold the registers, with the batch and the gradients, until the next collection."""
+    loss = None if how == "vjp" else squared
+    pipe = fpipe.pipeline([layer] * 2, "1F1B", loss=loss, microbatches=2, group=fpipe.local(2))
+    params = [torch.eye(3)] * 2
+    calls: dict[str, Callable[[torch.Tensor], object]] = {
+        "value_and_grad": lambda x: fpipe.value_and_grad(pipe)(params, x, x),
+        "each": lambda x: fpipe.value_and_grad(pipe, each=lambda *_: None)(params, x, x),
+        "forward": lambda x: pipe(params, x, x),
+        "vjp": lambda x: fpipe.vjp(pipe, params, x)[1](x),
+    }
+
+    def batch() -> weakref.ref[torch.Tensor]:
+        x = torch.ones(4, 3)
+        calls[how](x)
+        return weakref.ref(x)
+
+    batch()  # its tracing leaves cycles
+    gc.disable()
+    try:
+        assert batch()() is None
+    finally:
+        gc.enable()
