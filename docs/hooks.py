@@ -111,6 +111,8 @@ FACTS = {
                       "p even; each stage is on two ranks"),
     "Chimera": Facts("Li and Hoefler 2021", "2107.06925", "idle p - 2 passes at F = B", "p/2 + 1 to p", None,
                      "p even; each stage is on two ranks"),
+    "BitPipe": Facts("Wu et al. 2024", "2410.19367", "idle (p - 2)/v passes at F = B", "p - (p/2 - 1)/v to p", None,
+                     "p even; each stage is on two ranks"),
     "Hanayo": Facts("Liu et al. 2023", "2308.15762", "m(F + B) + (p - 1)(F + B)/2w at F = B", "p"),
     "Seq1F1B": Facts("Sun et al. 2024", "2406.03488", "m(F + B) + (p - 1)(F + B)/k for k slices", "(p - r + k - 1)/k",
                      lambda p, m: 3 * m + 3 * (p - 1) / K, "stages that pass a carry from slice to slice"),

@@ -22,6 +22,7 @@ from ..schedules.collector import uncollected
 from ..schedules.text import parse_csv, parse_rows
 from .automatic import make_zb_1p, make_zb_2p
 from .automatic_loop import make_interleaved_zb_1p, make_interleaved_zb_2p
+from .bitpipe import make_bitpipe
 from .chimera import make_chimera
 from .dualpipe import make_dual_pipe, make_dual_pipe_v
 from .gpipe import make_gpipe
@@ -39,7 +40,7 @@ Maker = TypeVar("Maker", bound=Callable[..., Schedule])
 Name: TypeAlias = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "ZBV", "DualPipeV",
     "Eager1F1B", "Overlapped1F1B", "ZBH1", "ZBH2", "ZB1P", "ZB2P", "InterleavedZB1P", "InterleavedZB2P", "VHalf",
-    "VMin", "V", "DualPipe", "Chimera", "Hanayo", "Seq1F1B", "SeqZBH1", "auto",
+    "VMin", "V", "DualPipe", "Chimera", "BitPipe", "Hanayo", "Seq1F1B", "SeqZBH1", "auto",
 ]  # fmt: skip
 Source: TypeAlias = Name | str | PathLike[str] | Schedule | Callable[[int, int], Schedule]
 
@@ -77,6 +78,7 @@ TABLE = (
     _Entry("V", make_v, 2, exactly=True, limited=True),
     _Entry("DualPipe", make_dual_pipe, 1, exactly=True),
     _Entry("Chimera", make_chimera, 1, exactly=True),
+    _Entry("BitPipe", make_bitpipe, 2),
     _Entry("Hanayo", make_hanayo, 2, step=2),
     _Entry("Seq1F1B", make_seq_one_f_one_b, sliced=True),
     _Entry("SeqZBH1", make_seq_zb_h1, sliced=True),

@@ -113,23 +113,25 @@ def keep(rows: Iterable[Row], drawn: int, microbatches: Sequence[int]) -> tuple[
 
 
 def in_pairs(
-    name: str, ranks: int, microbatches: int, make: Callable[[int, int], Sequence[Row]], other: str = ""
-) -> Schedule:
+    name: str, ranks: int, microbatches: int, make: Callable[[int, int], Sequence[Row]], other: str = "", *,
+    stages: int | None = None,
+) -> Schedule:  # fmt: skip
     """The schedule with two directions: ranks pair from both ends, and of an odd count of microbatches one more goes
     down than up. ``make(going_down, going_up)`` returns the rows for two ranks or more. ``other`` is another remedy
-    for an odd count of ranks.
+    for an odd count of ranks; ``stages``, one a rank by default, go down the ranks and up again.
 
     >>> in_pairs("DualPipe", 1, 1, lambda going_down, going_up: [])
     Schedule(DualPipe, ranks=1, microbatches=1, stages=1)
     """
     if ranks == 1:
-        return one_a_rank(name, ["FB" * microbatches], microbatches, 1)
+        return one_a_rank(name, ["FB" * microbatches], microbatches, stages or 1)
     if ranks % 2:
         remedy = ", ".join(filter(None, (f"take {ranks - 1} or {ranks + 1}", other)))
         raise ScheduleError(f"{name} pairs ranks from both ends, and {ranks} ranks are odd; {remedy}", rule="ranks")
     going_up = microbatches // 2
     rows = tuple(make(microbatches - going_up, going_up))
-    placement = Placement.bidirectional(ranks, microbatches, up=range(microbatches - going_up, microbatches))
+    up, per_rank = range(microbatches - going_up, microbatches), (stages or ranks) // ranks
+    placement = Placement.bidirectional(ranks, microbatches, up, per_rank)
     return Schedule(rows, placement, microbatches, name)
 
 

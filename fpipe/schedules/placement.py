@@ -119,22 +119,24 @@ class Placement:
         return cls((tuple(rank_of[s] for s in sorted(rank_of)),), len(stages_by_rank))
 
     @classmethod
-    def bidirectional(cls, ranks: int, microbatches: int, up: Iterable[int]) -> Placement:
-        """Stage ``s`` on rank ``s`` and, for the microbatches in ``up``, on rank ``ranks - 1 - s``.
+    def bidirectional(cls, ranks: int, microbatches: int, up: Iterable[int], per_rank: int = 1) -> Placement:
+        """Stages as in ``v(ranks, per_rank)`` and, for the microbatches in ``up``, with the ranks the other way round.
 
         Args:
-            ranks: how many ranks, and stages, there are.
+            ranks: how many ranks there are.
             microbatches: how many microbatches there are.
-            up: the microbatches that run from the last rank to the first.
+            up: the microbatches that enter at the last rank.
+            per_rank: how many stages each rank holds for one direction.
 
         Returns:
-            The placement, as of DualPipe and Chimera.
+            The placement, as of DualPipe and Chimera, and of BitPipe for 2 or more stages a rank.
 
         >>> Placement.bidirectional(2, 4, up=[2, 3]).rank_of(0, microbatch=3)
         1
         """
-        down, upwards = tuple(range(ranks)), set(up)
-        return cls((down, down[::-1]), ranks, tuple(int(m in upwards) for m in range(microbatches)))
+        (down,), upwards = cls.v(ranks, per_rank).paths, set(up)
+        other = tuple(ranks - 1 - rank for rank in down)
+        return cls((down, other), ranks, tuple(int(m in upwards) for m in range(microbatches)))
 
     @classmethod
     def from_rows(cls, rows: Sequence[Row]) -> Placement:

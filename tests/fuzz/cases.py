@@ -24,7 +24,7 @@ PER_MODEL = 16
 #: schedules that take one stage a rank, any number, and two
 ONE = ("GPipe", "1F1B", "Eager1F1B", "ZBH1", "ZBH2", "ZB1P", "ZB2P", "DualPipe")
 SEVERAL = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "Overlapped1F1B")
-FOLDED = ("ZBV", "VHalf", "VMin", "DualPipeV", "Hanayo")
+FOLDED = ("ZBV", "VHalf", "VMin", "DualPipeV", "Hanayo", "BitPipe")
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,8 @@ def random_case(seed: int) -> Case:
 def _random_schedule(draw: random.Random, model: Model) -> tuple[str, int, int]:
     """A schedule that takes the stages of a model: its name, ranks and microbatches."""
     stages = len(model.bodies)
-    # The replicas of a stage, as in DualPipe, each carry a state.
-    names = [name for name in ONE + SEVERAL + FOLDED if name != "DualPipe" or not model.stateful]
+    # The replicas of a stage, as in DualPipe and BitPipe, each carry a state.
+    names = [name for name in ONE + SEVERAL + FOLDED if name not in ("DualPipe", "BitPipe") or not model.stateful]
     while True:
         name = draw.choice(names)
         per_rank = 1 if name in ONE else 2 if name in FOLDED else draw.choice([n for n in (1, 2, 3) if stages % n == 0])

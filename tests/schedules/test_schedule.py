@@ -78,6 +78,12 @@ def test_replicas_and_routes() -> None:
     assert repr(both) == "Placement(0: [0, 3], 1: [1, 2], 2: [1, 2], 3: [0, 3])"
 
 
+def test_replicas_of_several_stages_a_rank() -> None:
+    both = Placement.bidirectional(2, 2, up=[1], per_rank=3)
+    assert both.paths == ((0, 1, 1, 0, 0, 1), (1, 0, 0, 1, 1, 0))
+    assert both.stages_of(0) == both.stages_of(1) == (0, 1, 2, 3, 4, 5)
+
+
 def test_equal_placements_compare_equal() -> None:
     down, up = (0, 1), (1, 0)
     assert Placement((down, up), 2, (1, 0)) == Placement((up, down), 2, (0, 1))
