@@ -19,7 +19,7 @@ from .errors import ScheduleError
 from .schedules import pictures
 from .schedules.actions import Action, AnyAction, Fused, Row, Slice, joined, plain
 from .schedules.check import Inspection, check_rows, inspect_rows
-from .schedules.costs import Costs
+from .schedules.costs import Costs, as_costs
 from .schedules.files import read_bytes, write_bytes
 from .schedules.placement import Placement
 from .schedules.simulation import simulate_rows
@@ -285,7 +285,7 @@ class Schedule:
         >>> Schedule.parse("[0F0, 0B0]").simulate(Costs(F=1, I=2, W=3)).total
         6.0
         """
-        costs, walked = costs or Costs(), self._inspection.walk
+        costs, walked = as_costs(costs), self._inspection.walk
         return simulate_rows(
             self.rows, self.placement, self.units, costs, name=self.name, walked=walked, slices=self.slices
         )

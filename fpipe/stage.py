@@ -124,6 +124,16 @@ class Stage:
     layers: Layers = field(default=None, kw_only=True, compare=False)
     weights: Mapping[str, Weight] | None = field(default=None, kw_only=True, compare=False)
 
+    def __post_init__(self) -> None:
+        _check_function("a stage", "(params, x)", self.fn)
+        if self.engine not in (None, *get_args(Engine)):
+            raise StageError(f"engine={self.engine!r}; give one of {', '.join(map(repr, get_args(Engine)))}")
+        object.__setattr__(self, "frozen", patterns("frozen", self.frozen))
+        if not _names_axes(self.dynamic):
+            raise StageError(
+                f"dynamic={self.dynamic!r}; give True, False, axes such as (0, 1), or axes by leaf, {{'x': (0, 1)}}"
+            )
+
     @classmethod
     def elsewhere(cls) -> Stage:
         """Stands for a stage that only other processes have: every process lists all stages.
@@ -170,11 +180,44 @@ def as_stage(fn: Callable[..., Any] | Stage) -> Stage:
     """A function as a Stage; a Stage as it is."""
     if isinstance(fn, Stage):
         return fn
-    if not callable(fn):
-        raise StageError(f"a stage must be a function fn(params, x), not {type(fn).__name__} {fn!r}")
     if isinstance(fn, torch.nn.Module) and not _takes_params(fn):
         raise StageError(f"a stage must be a function fn(params, x), not the module {type(fn).__name__}; {OF_MODULES}")
     return Stage(fn)
+
+
+def _check_function(what: str, arguments: str, fn: object) -> None:
+    if not callable(fn):
+        raise StageError(f"{what} must be a function fn{arguments}, not {type(fn).__name__} {fn!r}")
+
+
+def _names_axes(dynamic: object) -> bool:
+    """Whether a value is what ``dynamic=`` takes."""
+    if dynamic is None or isinstance(dynamic, bool):
+        return True
+    if isinstance(dynamic, Mapping):
+        return all(isinstance(leaf, str) and _are_axes(axes) for leaf, axes in dynamic.items())
+    return _are_axes(dynamic)
+
+
+def _are_axes(axes: object) -> bool:
+    return isinstance(axes, Sequence) and all(type(axis) is int for axis in axes)
+
+
+def patterns(option: str, names: object) -> tuple[str, ...]:
+    """The patterns of names that an option takes; one text would be read letter by letter, and "*" fits all leaves.
+
+    >>> patterns("frozen", ["0.*", "3.norm"])
+    ('0.*', '3.norm')
+    """
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise StageError(f"{option}={names!r}; give a list of patterns such as {option}=['0.*']")
+    listed = tuple(names)
+    wrong = next((name for name in listed if not isinstance(name, str)), None)
+    if wrong is not None:
+        raise StageError(
+            f"{option}={list(listed)!r} has the {type(wrong).__name__} {wrong!r}; give texts such as '0.*'"
+        )
+    return listed
 
 
 #: What to do with modules.
@@ -217,9 +260,13 @@ class _Wrapper:
     """A function that another one stands for."""
 
     def __init__(self, fn: Callable[..., Any]):
+        _check_function(f"what {type(self).__name__.lower()} takes", "(...)", fn)
         self.fn = fn
         self.__wrapped__ = fn
         self.__qualname__ = getattr(fn, "__qualname__", type(fn).__name__)
+
+    def __repr__(self) -> str:
+        return f"fpipe.{type(self).__name__.lower()}({self.__qualname__})"
 
 
 class Remat(_Wrapper):
@@ -292,8 +339,6 @@ def block(fn: F) -> F:
 def with_defaults(stage: Stage, engine: Engine, compile: str | None = None) -> Stage:
     """A stage with the pipeline's engine and compiler where it names none itself."""
     engine = stage.engine or engine
-    if engine not in get_args(Engine):
-        raise StageError(f"engine={engine!r}; give one of {', '.join(map(repr, get_args(Engine)))}")
     return replace(stage, engine=engine, compile=stage.compile or (compile if engine == "trace" else None))
 
 

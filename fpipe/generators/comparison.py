@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ..errors import ScheduleError
 from ..schedule import Schedule
 from ..schedules.collector import uncollected
-from ..schedules.costs import Costs
+from ..schedules.costs import Costs, as_costs
 from ..schedules.text import number
 from .catalogue import make_schedule, orders_slices, schedule_names
 
@@ -64,7 +64,7 @@ def compare(
     >>> entries[0].name, entries[0].bubble, entries[0].total
     ('ZBVZeroBubble', 0.0, 25.5)
     """
-    entries, left_out = [], []
+    entries, left_out, costs = [], [], as_costs(costs)
     with uncollected():
         for name in track(schedule_names() if names is None else names):
             cut = {"slices": slices} if slices > 1 and orders_slices(name) else {}
@@ -73,7 +73,7 @@ def compare(
             except ScheduleError as error:
                 left_out.append(f"{name}: {str(error).splitlines()[0]}")
             else:
-                entries.append(entry_of(name, schedule, costs or Costs()))
+                entries.append(entry_of(name, schedule, costs))
     return sorted(entries, key=SORTED_BY["bubble"]), left_out
 
 

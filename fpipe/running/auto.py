@@ -20,7 +20,7 @@ from ..generators import Source, make_schedule
 from ..generators.solver.memory import Memory, in_bytes
 from ..plans.weaving.estimates import RATES
 from ..schedule import Placement, Schedule
-from ..schedules.costs import Costs
+from ..schedules.costs import Costs, as_costs
 from .handshake import alone
 
 SECONDS = 2.0  #: of a search
@@ -49,6 +49,7 @@ class Auto:
             raise StageError(f"memory={memory!r}; give one limit for all ranks, such as '60GB'")
         auto = cls(group, stages, None if memory is None else in_bytes(memory), costs)
         if costs is not None:
+            as_costs(costs)
             auto.choose(2 * group.size if microbatches is None else microbatches, costs, None)
         return auto
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, Unpack, overload
 
 import torch
 
-from ..collectives.group import Group
+from ..collectives.group import Group, as_group
 from ..collectives.setup import init
 from ..errors import StageError
 from ..generators import Source
@@ -20,7 +20,7 @@ from ..plans.sharding import Copies
 from ..plans.weaving.weave import Overlap
 from ..schedule import Schedule
 from ..schedules.costs import Costs
-from ..stage import OF_MODULES, Engine, Stage, as_stage, with_defaults, without_unsafe_compilers
+from ..stage import OF_MODULES, Engine, Stage, as_stage, patterns, with_defaults, without_unsafe_compilers
 from .auto import chosen_by
 from .config import Config, Loss, Outputs, ties
 from .descriptions import described
@@ -137,7 +137,7 @@ def pipeline(
     if not isinstance(stages, (list, tuple)) or not stages:
         module = f"; {OF_MODULES}" if isinstance(stages, torch.nn.Module) else ""
         raise StageError(f"stages must be a list of functions fn(params, x), one at least{module}")
-    group = group or init()
+    group = init() if group is None else as_group("group", group)
     if isinstance(schedule, Schedule) and microbatches is None:
         microbatches = schedule.microbatches
     if schedule == "auto" and slices not in (None, 1):
@@ -151,9 +151,12 @@ def pipeline(
         schedule, group,
         loss=loss if loss is None or engine == "trace" else with_defaults(as_stage(loss), engine),
         microbatches=microbatches, reduction=reduction, seed=seed,
-        frozen=(*frozen, *(f"{s}.{name}" for s, stage in enumerate(parts) for name in stage.frozen)),
+        frozen=(*patterns("frozen", frozen), *(f"{s}.{name}" for s, part in enumerate(parts) for name in part.frozen)),
         tied=ties(parts, tied), outputs=outputs, accumulate=accumulate, overlap=Overlap.of(overlap),
-        copies=Copies.of(dp, zero, reduce_dtype, bucket_bytes, unsharded, _mean(reduction, dp_reduction), tuple(own)),
+        copies=Copies.of(
+            None if dp is None else as_group("dp", dp), zero, reduce_dtype, bucket_bytes, unsharded,
+            _mean(reduction, dp_reduction), patterns("own", own),
+        ),
         sliced=slices,
     ))  # fmt: skip
 

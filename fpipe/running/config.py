@@ -6,7 +6,7 @@ A variant of a pipeline has a ``dataclasses.replace`` of it. Knows stages, sched
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from numbers import Integral
@@ -26,7 +26,7 @@ from ..plans.weaving.weave import Overlap
 from ..programs.losses import loss_sides
 from ..schedule import Placement, Schedule
 from ..schedules.text import counted
-from ..stage import MISSING, Elsewhere, Stage
+from ..stage import MISSING, Elsewhere, Stage, patterns
 from ..tree import Tree
 from .auto import Auto
 from .reduction import Reduction, Weighted
@@ -64,6 +64,8 @@ class Config:
             _check_carry(f"stage {index} ({stage.label})", stage)
         if isinstance(self.loss, Stage) and self.loss.carry:
             raise StageError("the loss has carry=True, and only stages have carries; return what it needs from a stage")
+        if self.loss is not None and not callable(self.loss):
+            raise StageError(f"loss={self.loss!r}; give a function loss(y, *targets) that returns a scalar, or None")
         if self.reduction not in ("mean", "sum") and not isinstance(self.reduction, Weighted):
             raise StageError(f"reduction={self.reduction!r}; give 'mean', 'sum' or fpipe.weighted(fn)")
         if self.outputs not in get_args(Outputs):
@@ -73,13 +75,6 @@ class Config:
         check_seed(self.seed)
         for name in {name for names in self.sides for name in names} & RESERVED:
             raise StageError(f"{name!r} cannot be a side input, since a call has an argument of that name; rename it")
-        for group in self.tied:
-            for name in group:
-                head = name.partition(".")[0]
-                if not head.isdigit() or int(head) >= self.stages:
-                    raise StageError(
-                        f"tied={group!r}: {name!r} should read 'stage.leaf', with a stage below {self.stages}"
-                    )
 
     def __repr__(self) -> str:
         name = self.schedule if isinstance(self.schedule, str) else getattr(self.schedule, "name", "custom")
@@ -229,12 +224,38 @@ def _schedule_for(source: Source, ranks: int, stages: int, slices: int | None, m
 
 
 def ties(stages: Sequence[Stage], tied: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
-    """Groups of tied leaves: those that the caller names, then those that the stages carry."""
+    """Groups of tied leaves: those that the caller names, then those that the stages carry.
+
+    Groups with a common leaf are one group, since all their leaves are one parameter.
+    """
     carried: dict[str, list[str]] = {}
     for index, stage in enumerate(stages):
         for leaf, group in stage.ties:
             carried.setdefault(group, []).append(f"{index}.{leaf}")
-    return (*map(tuple, tied), *(tuple(group) for group in carried.values() if len(group) > 1))
+    groups: list[tuple[str, ...]] = []
+    for group in (*_named_ties(tied, len(stages)), *(each for each in carried.values() if len(each) > 1)):
+        common = [other for other in groups if not set(other).isdisjoint(group)]
+        joined = tuple(dict.fromkeys(name for each in (*common, group) for name in each))
+        groups = [*(other for other in groups if other not in common), joined]
+    return tuple(groups)
+
+
+def _named_ties(tied: object, stages: int) -> Iterator[tuple[str, ...]]:
+    """The groups that ``tied=`` lists, checked."""
+    form = "give a list of groups of names, as in tied=[('0.wte', '7.wte')]"
+    if isinstance(tied, (str, Mapping)) or not isinstance(tied, Iterable):
+        raise StageError(f"tied={tied!r}; {form}")
+    for group in tied:
+        if isinstance(group, str):
+            raise StageError(f"tied={tied!r} has the text {group!r} in place of a group of names; {form}")
+        names = patterns("tied", group)
+        if len(set(names)) < 2:
+            raise StageError(f"tied={names!r} names fewer than two leaves; {form}")
+        for name in names:
+            head = name.partition(".")[0]
+            if not head.isdecimal() or int(head) >= stages:
+                raise StageError(f"tied={names!r}: {name!r} should read 'stage.leaf', with a stage below {stages}")
+        yield names
 
 
 def tied_leaves(names: Sequence[str], paths: Sequence[Sequence[str]]) -> Iterator[tuple[int, int]]:

@@ -130,14 +130,19 @@ def value_and_grad(
     return call
 
 
-def _wanted(pipe: object, argnums: int | tuple[int, ...]) -> tuple[int, ...]:
-    """The arguments that are differentiated."""
+def _check_pipeline(name: str, pipe: object) -> None:
     if not isinstance(pipe, Pipeline):
-        raise StageError(f"value_and_grad takes what fpipe.pipeline returns, not {type(pipe).__name__}")
+        raise StageError(f"{name} takes what fpipe.pipeline returns, not {type(pipe).__name__}")
+
+
+def _wanted(pipe: Pipeline[Any, Any], argnums: object) -> tuple[int, ...]:
+    """The arguments that are differentiated."""
+    _check_pipeline("value_and_grad", pipe)
     if pipe.config.loss is None:
         raise StageError("this pipeline has no loss to differentiate; say pipeline(..., loss=) or use fpipe.vjp")
-    wanted = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    if not wanted or any(n not in (0, 1) for n in wanted):
+    given: tuple[object, ...] = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
+    wanted = tuple(number for number in given if type(number) is int and number in (0, 1))
+    if not wanted or len(wanted) < len(given):
         raise StageError(f"argnums={argnums!r}; 0 is the parameters and 1 the input, nothing else is differentiated")
     return wanted
 
@@ -186,7 +191,7 @@ def vjp(
     pipe: Pipeline[Y, None], params: Sequence[P], x: X, *, seed: int | None = None, **side: Tree
 ) -> tuple[Y, Pullback[P, X]]: ...
 def vjp(
-    pipe: Pipeline[Any, Any], params: Sequence[Tree], x: Tree, *, seed: int | None = None, **side: Tree
+    pipe: Pipeline[Any, Any], params: Sequence[Tree], x: Tree, *targets: Tree, seed: int | None = None, **side: Tree
 ) -> tuple[Tree, Pullback[Any, Any]]:
     """Outputs of the whole batch, and a pullback from their cotangents to ``(dparams, dx)``.
 
@@ -197,6 +202,7 @@ def vjp(
     Args:
         pipe: a pipeline without a loss.
         params, x, seed, side: as for a call of the pipeline.
+        targets: none, since there is no loss that takes them.
 
     Returns:
         ``(outputs, pullback)``. ``pullback(dy)`` takes cotangents with the outputs' structure, shapes and dtypes, or
@@ -214,7 +220,8 @@ def vjp(
     >>> pullback(dy)[0]
     [tensor(8.9925), tensor(5.9950)]
     """
-    if pipe.config.loss is not None:
+    _check_pipeline("vjp", pipe)
+    if pipe.config.loss is not None or targets:
         raise StageError("vjp takes a pipeline without a loss; leave loss= out, or use value_and_grad")
     scalar = next((stage.label for stage in pipe.config.functions if stage.aux_loss), None)
     if scalar is not None:

@@ -7,7 +7,7 @@ microbatch as they are. Knows no stages and no ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, reduce
 from itertools import islice
 from typing import Any
@@ -27,7 +27,7 @@ class Microbatches:
         parts: one pytree for each microbatch.
 
     Raises:
-        BatchError: if there is none.
+        BatchError: if there is none, or ``parts`` is no list.
 
     >>> mbs = Microbatches([torch.ones(2), torch.ones(3)])
     >>> len(mbs), mbs[1].shape
@@ -37,6 +37,8 @@ class Microbatches:
     __slots__ = ("parts",)
 
     def __init__(self, parts: Iterable[Tree]):
+        if isinstance(parts, (str, Mapping)) or not isinstance(parts, Iterable):
+            raise BatchError(f"Microbatches takes a list with one pytree for each microbatch, not {parts!r:.80}")
         self.parts = tuple(parts)
         if not self.parts:
             raise BatchError("Microbatches([]) is empty; give at least one microbatch")

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from ..errors import BatchError
+from ..errors import BatchError, StageError
 from ..plans.sharding import Copies
 from ..stage import keyword_only
 from .microbatches import Parts
@@ -49,9 +49,16 @@ def weighted(fn: Callable[..., Any]) -> Weighted:
     Returns:
         A value for ``fpipe.pipeline(reduction=)``.
 
+    Raises:
+        StageError: if ``fn`` is no function.
+
     >>> weighted(lambda target: (target >= 0).sum()).fn(torch.tensor([1, -1]))
     tensor(1)
     """
+    if not callable(fn):
+        raise StageError(
+            f"fpipe.weighted takes a function of the targets, not {fn!r}; such as lambda y: (y >= 0).sum()"
+        )
     return Weighted(fn)
 
 

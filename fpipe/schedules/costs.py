@@ -295,3 +295,14 @@ def number(name: str, value: Any) -> float:
         kind = "above 0" if name == "bandwidth" else "from 0 up"
         raise _refuse(f"{name}: {str(value)[:60]!r} must be a number {kind}; give one number, or one per stage")
     return result
+
+
+def as_costs(costs: object) -> Costs:
+    """Costs as they are, the default where there are none, or ScheduleError for another value.
+
+    >>> as_costs(None).F, as_costs(Costs(F=2)).F
+    (1.0, 2.0)
+    """
+    if costs is None or isinstance(costs, Costs):
+        return costs or Costs()
+    raise _refuse(f"costs={costs!r:.80}; give fpipe.Costs(F=..., I=..., W=...), with one number or one per stage")

@@ -79,6 +79,10 @@ def parse_rows(text: str, track: Callable[[list[str]], Iterable[str]] = iter) ->
         [0F0, 0F1junk]
                  ^^^^
     """
+    if not isinstance(text, str):
+        raise ScheduleError(
+            f"a schedule is read from text, not from a {type(text).__name__}; give one line for each rank"
+        )
     rows: list[Row] = []
     for number, line in enumerate(track(_lines(text)), 1):
         body = line.strip(_BLANK)

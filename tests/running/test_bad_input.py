@@ -80,6 +80,36 @@ MADE_WRONG = {
     "a gradient without a loss": (lambda: fpipe.grad(piped(loss=None)), fpipe.StageError, "has no loss"),
     "a gradient of a function": (lambda: fpipe.grad(layer), fpipe.StageError, "not function"),
     "a vjp of a loss": (lambda: fpipe.vjp(piped(), PARAMS, X), fpipe.StageError, "without a loss"),
+    "a vjp of a loss with its targets": (
+        lambda: fpipe.vjp(piped(), PARAMS, X, T), fpipe.StageError, "without a loss",
+    ),
+    "a vjp of a function": (lambda: fpipe.vjp(layer, PARAMS, X), fpipe.StageError, "not function"),
+    "argnums that are none": (lambda: fpipe.grad(piped(), argnums=None), fpipe.StageError, "argnums=None"),
+    "argnums that are a fraction": (lambda: fpipe.grad(piped(), argnums=1.0), fpipe.StageError, "argnums=1.0"),
+    "a loss that is no function": (lambda: piped(loss=3), fpipe.StageError, "loss=3; give a function"),
+    "a group that is a number": (lambda: piped(group=4), fpipe.GroupError, "group=4 .*fpipe.adopt"),
+    "copies that are a number": (lambda: piped(dp=4), fpipe.GroupError, "dp=4 .*fpipe.adopt"),
+    "weights that are a number": (lambda: fpipe.weighted(3), fpipe.StageError, "a function of the targets, not 3"),
+    "microbatches that are a number": (lambda: fpipe.Microbatches(3), fpipe.BatchError, "takes a list.* not 3"),
+    "microbatches that are one batch": (lambda: fpipe.Microbatches({"x": X}), fpipe.BatchError, "takes a list"),
+    "frozen as one text": (lambda: piped(frozen="0.*"), fpipe.StageError, r"frozen='0\.\*'; give a list"),
+    "frozen stages by number": (lambda: piped(frozen=[0]), fpipe.StageError, "has the int 0"),
+    "own as one text": (lambda: piped(own="0.*"), fpipe.StageError, "own='0"),
+    "tied as one group": (lambda: piped(tied=("0.w", "1.w")), fpipe.StageError, "in place of a group"),
+    "tied as a mapping": (lambda: piped(tied={"0.w": "1.w"}), fpipe.StageError, "give a list of groups"),
+    "tied to itself": (lambda: piped(tied=[("0.w", "0.w")]), fpipe.StageError, "fewer than two"),
+    "tied to a number": (lambda: piped(tied=[("0.w", 7)]), fpipe.StageError, "has the int 7"),
+    "tied to a stage that is not there": (lambda: piped(tied=[("0.w", "9.w")]), fpipe.StageError, "a stage below 4"),
+    "a Stage of a number": (lambda: fpipe.Stage(3), fpipe.StageError, "not int 3"),
+    "remat of a number": (lambda: fpipe.remat(3), fpipe.StageError, "what remat takes must be a function.* not int 3"),
+    "an engine of a Stage": (lambda: fpipe.Stage(layer, engine="jit"), fpipe.StageError, "engine='jit'; give one"),
+    "dynamic axes without a list": (lambda: fpipe.Stage(layer, dynamic={"x": 1}), fpipe.StageError, "dynamic="),
+    "dynamic leaves by number": (lambda: fpipe.Stage(layer, dynamic={0: (1,)}), fpipe.StageError, "dynamic="),
+    "dynamic axes as a text": (lambda: fpipe.Stage(layer, dynamic="x"), fpipe.StageError, "dynamic='x'"),
+    "frozen leaves of a Stage as one text": (lambda: fpipe.Stage(layer, frozen="w"), fpipe.StageError, "frozen='w'"),
+    "costs that are a number": (
+        lambda: piped(schedule="auto", costs=3), fpipe.ScheduleError, "costs=3; give fpipe.Costs",
+    ),
 }  # fmt: skip
 
 
@@ -88,6 +118,17 @@ def test_made_wrong(name: str):
     make, kind, words = MADE_WRONG[name]
     with pytest.raises(kind, match=words):
         make()
+
+
+@pytest.mark.parametrize(
+    "tied", [[("0", "1"), ("3", "1")], [("0", "1", "3"), ("1", "3")], [("0", "1", "0", "3"), ["0", "1"]]],
+)  # fmt: skip
+def test_groups_of_tied_leaves_with_a_common_leaf_are_one_parameter(tied):
+    grads = fpipe.grad(piped())(PARAMS, X, T)
+    together = fpipe.grad(piped(tied=tied))(PARAMS, X, T)
+    for stage in (0, 1, 3):
+        torch.testing.assert_close(together[stage], grads[0] + grads[1] + grads[3])
+    assert torch.equal(together[2], grads[2])
 
 
 # ---- as it is called ------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import fpipe
-from fpipe import Action, Fused, Placement, Schedule, ScheduleError, make_schedule
+from fpipe import Action, FpipeError, Fused, Placement, Schedule, ScheduleError, make_schedule
 from fpipe.schedules.dependencies import RULE, needs, provides
 from schedule_table import cases
 
@@ -199,6 +199,11 @@ def test_counts_that_are_none(microbatches) -> None:
 def test_where_a_csv_cannot_be_written(tmp_path) -> None:
     with pytest.raises(ScheduleError, match="cannot write"):
         Schedule.parse(GOOD).to_csv(tmp_path / "nowhere" / "plan.csv")
+
+
+def test_where_a_picture_cannot_be_written(tmp_path) -> None:
+    with pytest.raises(FpipeError, match=r"cannot write '.*nowhere/a\.svg': No such file"):
+        Schedule.parse(GOOD).simulate().save(tmp_path / "nowhere" / "a.svg")
 
 
 # ---- without torch --------------------------------------------------------------------------------------------------

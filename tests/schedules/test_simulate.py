@@ -261,6 +261,12 @@ def test_costs_come_back_from_text_and_json(given_costs) -> None:
     assert hash(costs) == hash(Costs(**given_costs))
 
 
+@pytest.mark.parametrize("costs", [3, {"F": 1}])
+def test_costs_of_another_kind(costs) -> None:
+    with pytest.raises(ScheduleError, match=r"costs=.*give fpipe.Costs"):
+        Schedule.parse("[0F0, 0B0]").simulate(costs)
+
+
 def test_arrays_are_numbers_too() -> None:
     numpy = pytest.importorskip("numpy")
     assert Costs(F=numpy.array([1.0, 2.0]), I=numpy.float32(0.5)) == Costs(F=[1, 2], I=0.5)

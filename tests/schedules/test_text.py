@@ -101,6 +101,12 @@ def test_csv_drops_nothing_that_it_does_not_know(cell: str) -> None:
         parse_csv(f"0F0\n0F1,{cell}\n")
 
 
+@pytest.mark.parametrize("text", [None, 3, b"[0F0]"])
+def test_what_is_no_text_is_refused(text) -> None:
+    with pytest.raises(ScheduleError, match=f"from text, not from a {type(text).__name__}"):
+        Schedule.parse(text)
+
+
 def test_a_long_line_is_shown_in_part() -> None:
     with pytest.raises(ScheduleError) as caught:
         parse_rows("[" + "0F0, " * 1000 + "0F0?" + ", 0F0" * 1000 + "]")

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 from ...errors import ScheduleError
 from ...schedule import Schedule
-from ...schedules.costs import Costs
+from ...schedules.costs import Costs, as_costs
 from ...schedules.placement import Placement
 from ...schedules.progress import progress as progress_line
 from ...schedules.timeline import Timeline
@@ -92,6 +92,7 @@ def solve(
     """
     each = partial(_solve, ranks=ranks, microbatches=microbatches, placement=placement, memory=memory,
                    progress=progress, seed=seed)  # fmt: skip
+    costs = as_costs(costs)
     if layers is None:
         return each(costs, stages=stages, time_limit=time_limit)
     count = stages or _fewest(placement, ranks)

@@ -82,7 +82,11 @@ def save(timeline: Drawable | Sequence[Drawable], path: str | PathLike[str], loo
         *most, last = FORMATS
         raise FpipeError(f"no picture is written as {suffix!r} ({fspath(path)}); use {', '.join(most)} or {last}")
     picture = import_module(f"{__package__}.{FORMATS[suffix][0]}").paint(compared(timeline, look), look)
-    write_bytes(path, picture if isinstance(picture, bytes) else picture.encode())
+    try:
+        write_bytes(path, picture if isinstance(picture, bytes) else picture.encode())
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        why = getattr(error, "strerror", None) or error
+        raise FpipeError(f"cannot write {fspath(path)!r}: {why}; give a path that can be written") from error
 
 
 def compared(timeline: Drawable | Sequence[Drawable], look: Look | None) -> tuple[Scene, ...]:
