@@ -31,6 +31,8 @@ from .symbols import Symbols
 
 #: Operations whose C++ form does not take symbolic sizes although it has no other.
 _IN_PYTHON = {torch.ops.aten.constant_pad_nd.default}
+#: The kernel of operations that consist of others.
+_COMPOSITE = "CompositeImplicitAutograd"
 #: How operations of this package run on fake tensors. ``torch.library.register_fake`` reads the files of all modules
 #: that are loaded, which takes 50 ms.
 RULES: dict[object, Callable[..., Any]] = {}
@@ -81,6 +83,8 @@ class _Symbolic(_Fake):
 def entered(mode: FakeTensorMode) -> Iterator[None]:
     """Run under a mode, with torch's Python form of products where their C++ form does not take symbolic sizes."""
     python = isinstance(mode, _Symbolic) and _products_need_python()
+    if python:
+        _resolve_composites()
     with enable_python_dispatcher() if python else nullcontext(), mode:
         yield
 
@@ -105,6 +109,25 @@ def _products_need_python() -> bool:
         x, w = torch.empty(2, symbols.new(5), 3), torch.empty(3, 3, requires_grad=True)
         torch.matmul(x, w)
     return symbols.fixed(1) is not None
+
+
+@lru_cache(maxsize=1)
+def _resolve_composites() -> None:
+    """Let torch's Python dispatcher take composite operations on the device meta apart, as its C++ dispatcher does.
+
+    Torch registers Python rules for some of them, and its Python dispatcher then finds no derivative of theirs. What it
+    finds without the rule is kept in its cache.
+    """
+    import torch._meta_registrations  # registers the rules
+
+    meta, autograd = torch._C.DispatchKey.Meta, torch._C.DispatchKey.AutogradMeta
+    for op in decomposition_table:
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        if isinstance(op, torch._ops.OpOverload) and meta in op.py_kernels and has(op.name(), _COMPOSITE):
+            rule = op.py_kernels.pop(meta)
+            op._uncache_dispatch(autograd)
+            op._get_dispatch(autograd)
+            op.py_kernels[meta] = rule
 
 
 def is_fake(value: object) -> TypeGuard[FakeTensor]:

@@ -18,6 +18,7 @@ from fpipe.programs.explain import explain, where
 from fpipe.programs.internals import mutates, operator_of
 from fpipe.programs.purity import pure_on_fakes
 from fpipe.programs.recording import make_graph
+from fpipe.programs.symbols import Symbols
 from fpipe.tree import Aval
 
 
@@ -196,3 +197,15 @@ def test_a_loss_whose_gradient_is_computed_in_place_has_the_bits_of_autograd():
         plain.backward()
         assert torch.equal(value, plain.detach())
         assert torch.equal(grad, p.grad)
+
+
+def test_a_composite_on_the_device_meta_has_its_derivative_for_symbolic_sizes():
+    """Before torch 2.13 the Python dispatcher finds none once torch's rules for meta tensors are loaded."""
+    import torch._meta_registrations
+
+    symbols = Symbols()
+    with fake.entered(fake.mode(symbols)):
+        x = torch.empty(symbols.new(6), 3, device="meta", requires_grad=True)
+        loss = torch.nn.functional.nll_loss(x, torch.empty(x.shape[0], dtype=torch.int64, device="meta"))
+        (grad,) = torch.autograd.grad(loss, [x])
+    assert grad.shape == x.shape
