@@ -89,7 +89,10 @@ PRIVATE_TORCH = {
     "interop._experts": {"_experts_implementation"},
     "interop.pipelining.orders": {"_Action", "_ComputationType", "_add_send_recv"},
     "plans.weaving.estimates": {"_c10d_functional", "_unsafe_view"},
-    "programs.fake": {"_decomp", "_disable_current_modes", "_dispatch", "_ops", "_python_dispatch", "_subclasses"},
+    "programs.fake": {
+        "_C", "_decomp", "_disable_current_modes", "_dispatch", "_dispatch_has_kernel_for_dispatch_key",
+        "_get_dispatch", "_meta_registrations", "_ops", "_python_dispatch", "_subclasses", "_uncache_dispatch",
+    },
     "programs.internals": {
         "_ops", "_op", "_opname", "_overloadname", "_schema", "_cdata", "_is_zerotensor", "_raw_saved_", "_version",
         "_input_metadata", "_C", "_functorch", "_are_functorch_transforms_active", "_current_level",
