@@ -21,13 +21,13 @@ from ..plans.keys import Key, Value, grad, reduced_grad
 from ..plans.plan import LoweringInput
 from ..plans.value_graph import ValueGraph, spec_of
 from ..schedules.actions import plain
-from ..tree import Aval, Spec, Structure, Tree
+from ..tree import Aval, Structure, Tree
 from .arguments import Call
 from .config import Config
 from .prepare import Prepared
 from .reduction import Weights
 from .registers import Registers
-from .scalars import added, packed, unpacked
+from .scalars import added, packed, row_of, unpacked
 
 
 class GradPlace(NamedTuple):
@@ -69,6 +69,15 @@ class ResultLayout:
             slots = [executables[rank].plan.results[s.key] for s in found] if rank in executables else None
             out.append(Scalars(rank, [(s.stage, s.mb) for s in found], [s.aval.dtype for s in found], slots))
         return out
+
+    @cached_property
+    def losses(self) -> tuple[int, list[int]] | None:
+        """The rank and slots of all losses by microbatch, where they are here and there are no auxiliary ones."""
+        (rank, places, _, slots), *others = self.scalars
+        if others or self.aux_stages or slots is None:
+            return None
+        at = {mb: slot for (_, mb), slot in zip(places, slots, strict=True)}
+        return rank, [at[mb] for mb in range(len(at))]
 
     @cached_property
     def aux_stages(self) -> list[int]:
@@ -186,12 +195,18 @@ class Results:
         for r in self.regs.values():
             if r.loss is not None:  # it was sent during the plan
                 return r.loss
-        by_rank, scalars = self.layout.scalars, dict[tuple[int, int], torch.Tensor]()
+        layout, weights = self.layout, self.weights
+        if layout.losses is not None and weights is not None and weights.number is not None:
+            rank, places = layout.losses
+            slots = self.regs[rank].slots
+            total = added([slots[place] for place in places], weights.number)
+            return self._share_scalars([total], [layout.loss_dtype], rank)[0]
+        by_rank, scalars = layout.scalars, dict[tuple[int, int], torch.Tensor]()
         for rank, places, dtypes, slots in by_rank:
             values = None if slots is None else [self.regs[rank].slots[slot] for slot in slots]
             if len(by_rank) == 1:  # this rank adds them up and sends the total
                 total = None if values is None else [self._total(dict(zip(places, values, strict=True)))]
-                return self._share_scalars(total, [self.layout.loss_dtype], rank)[0]
+                return self._share_scalars(total, [layout.loss_dtype], rank)[0]
             scalars |= zip(places, self._share_scalars(values, dtypes, rank), strict=True)
         return self._total(scalars)
 
@@ -217,9 +232,8 @@ class Results:
             assert values is not None
             return values
         tag = self.layout.tag
-        kinds = [tag.dtype, *dtypes]
-        spec = Spec((sum(dtype.itemsize for dtype in kinds),), (1,), torch.uint8)
-        (row,) = self.group.share(None if values is None else (packed([tag, *values]),), (spec,), rank)
+        kinds = (tag.dtype, *dtypes)
+        (row,) = self.group.share(None if values is None else (packed([tag, *values]),), row_of(kinds), rank)
         if values is not None:
             return values
         their_tag, *scalars = unpacked(row, kinds)

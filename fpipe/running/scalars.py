@@ -11,8 +11,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from ctypes import c_float, string_at
+from functools import lru_cache
 
 import torch
+
+from ..tree import Spec
 
 #: The dtypes whose numbers can be computed with here, and how they are rounded: Python's own are float64.
 _NARROW = {torch.float64: False, torch.float32: True}
@@ -25,8 +28,8 @@ def added(values: Sequence[torch.Tensor], weight: float | None = None) -> torch.
     tensor(1.5000)
     """
     where, dtype = values[0].device, values[0].dtype
-    narrow, kinds = _NARROW.get(dtype), {(value.is_cpu, value.dtype) for value in values}
-    if narrow is not None and kinds == {(True, dtype)}:
+    narrow = _NARROW.get(dtype)
+    if narrow is not None and all(value.is_cpu and value.dtype is dtype for value in values):
         total = _in_python([value.item() for value in values], weight, narrow)
         return torch.full((), total, dtype=dtype, device="cpu")  # whatever the default device is
     row = torch.stack([value.to(where) for value in values])
@@ -55,11 +58,17 @@ def packed(values: Sequence[torch.Tensor]) -> torch.Tensor:
     >>> unpacked(packed([torch.tensor(7), torch.tensor(0.5)]), [torch.int64, torch.float32])
     [tensor(7), tensor(0.5000)]
     """
-    if all(value.device.type == "cpu" for value in values):
+    if all(value.is_cpu for value in values):
         plain = [value.resolve_neg() for value in values]
         row = bytearray(b"".join([string_at(value.data_ptr(), value.itemsize) for value in plain]))
         return torch.frombuffer(row, dtype=torch.uint8)
     return torch.cat([value.reshape(1).view(torch.uint8) for value in values])
+
+
+@lru_cache(maxsize=256)
+def row_of(dtypes: tuple[torch.dtype, ...]) -> tuple[Spec]:
+    """What a row of scalars is as a message."""
+    return (Spec((sum(dtype.itemsize for dtype in dtypes),), (1,), torch.uint8),)
 
 
 def unpacked(row: torch.Tensor, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ _ENDED = slice(64, 68)  #: of an outbox's first page: not 0 once its rank has fa
 _WORDS = slice(128, 128 + 8 * WORDS)  #: of the same page: the calls that the rank has announced
 _POLL = 400e-6  #: seconds to poll before sleeping, where every rank has a core
 _SLICE = 0.05  #: seconds to sleep between two checks of the sender's process
+_KEPT = 256  #: forms of broadcasts for which functions are kept
 _CPU = torch.device("cpu")
 _SENT = Done()
 
@@ -120,6 +122,7 @@ class SharedMemory:
         self._monitor, self._agreement, self._outbox, self._peers = monitor, agreement, outbox, peers
         self._writers: dict[tuple[int, int], LaneWriter] = {}
         self._inboxes: dict[tuple[int, int], _Inbox] = {}
+        self._sender, self._fetcher = lru_cache(_KEPT)(self.sender), lru_cache(_KEPT)(self.fetcher)  # of broadcasts
         self._late: list[LaneWriter] = []  # those with queued messages
         self.all = len(peers) == monitor.size - 1  # whether every rank is on this host
         self.poll = _POLL if len(peers) < len(os.sched_getaffinity(0)) else 0.0
@@ -142,16 +145,16 @@ class SharedMemory:
             self._late.append(writer)
         return _SENT
 
-    def sender(self, form: WireFormat, dst: int) -> Sender:
+    def sender(self, form: WireFormat, dst: int, kind: int = PLANS) -> Sender:
         """:meth:`send` for messages of one form."""
         monitor = self._monitor
-        single = self._writer(dst, PLANS).sender(form.specs[0], form.sizes[0]) if _short(form) else lambda _: False
+        single = self._writer(dst, kind).sender(form.specs[0], form.sizes[0]) if _short(form) else lambda _: False
 
         def send(tensors: tuple[Tensor, ...]) -> None:
             if monitor.broken is not None:
                 monitor.check()
             if len(tensors) != 1 or not single(tensors[0]):
-                self.send(form, tensors, dst)
+                self.send(form, tensors, dst, kind)
 
         return send
 
@@ -192,12 +195,12 @@ class SharedMemory:
         """Request the next message of a rank."""
         return self._inbox(src, kind).request(form, pieces(form.sizes))
 
-    def fetcher(self, form: WireFormat, src: int) -> Callable[[], tuple[Tensor, ...] | None]:
+    def fetcher(self, form: WireFormat, src: int, kind: int = PLANS) -> Callable[[], tuple[Tensor, ...] | None]:
         """For the next message if it is one contiguous tensor, arrives within the time of polling, and no earlier one
         was requested and not read; otherwise the returned function returns None."""
         if not _short(form):
             return lambda: None
-        monitor, inbox, clock, poll = self._monitor, self._inbox(src, PLANS), time.perf_counter, self.poll
+        monitor, inbox, clock, poll = self._monitor, self._inbox(src, kind), time.perf_counter, self.poll
         read, requested = inbox.reader.fetcher(form.specs[0], form.sizes[0]), inbox.requested
 
         def fetch() -> tuple[Tensor, ...] | None:
@@ -226,9 +229,9 @@ class SharedMemory:
     def share(self, form: WireFormat, tensors: tuple[Tensor, ...] | None, src: int) -> tuple[Tensor, ...]:
         """Broadcast from one rank to all."""
         if tensors is None:
-            return self.recv(form, src, SHARED).wait()
+            return self._fetcher(form, src, SHARED)() or self.recv(form, src, SHARED).wait()
         for dst in self._peers:
-            self.send(form, tensors, dst, SHARED)
+            self._sender(form, dst, SHARED)(tensors)
         return tensors
 
     def wait(self, src: int, reader: LaneReader, number: int, polled: bool) -> None:
