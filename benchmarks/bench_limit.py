@@ -4,7 +4,9 @@ The limit is the simulated makespan with the times of the programs alone, run on
 schedule, and the time of a message between two idle ranks. The prediction is the makespan by a profile
 (``fpipe.measure_costs``). Steps run in a row, as in training, and so do the programs alone. Rounds alternate.
 
-    python -m benchmarks.bench_limit [--sizes small medium] [--rounds 15] [--json FILE]
+    python -m benchmarks.bench_limit [--sizes small medium] [--rounds 15] [--borders] [--json FILE]
+
+``--borders`` prints in addition where the time of a step goes on the rank of the last stage.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 
 import fpipe
 from benchmarks.bench_torch import SCHEDULES, SIZES, asking, make, stage
+from benchmarks.borders import PARTS, Borders
 from benchmarks.command import save
 from benchmarks.measure import begin
 from benchmarks.stages import square
@@ -75,6 +78,11 @@ class Alone:
             took.setdefault((action.op, action.stage), []).append(self._action(action.op, action.stage))
         for key, times in took.items() if counts else ():
             self.times.setdefault(key, []).append(statistics.mean(times))
+
+    def seconds(self) -> float:
+        """The median time of the programs of a step."""
+        medians = {key: statistics.median(times) for key, times in self.times.items()}
+        return sum(medians[action.op, action.stage] for action in self.row)
 
     def _action(self, letter: str, index: int) -> float:
         loss, own = self.kinds.loss, self.kinds.programs[index]
@@ -158,7 +166,12 @@ def measure(name: str, group: Any, size: str, microbatches: int, rounds: int) ->
             for number in range(steps + 1):
                 alone.round(counts=number > 0)
         ways += [one_way(group, rank, (0, 1), spec) or 0.0]
-    return rows(name, size, pipe, group, walls, totals, ways, alone, measuring, profiled)
+    borders = Borders(lambda: step(placed, x, t), alone.seconds())
+    for _ in range(rounds):
+        begin(group)
+        borders.run(steps)
+    row = rows(name, size, pipe, group, walls, totals, ways, alone, measuring, profiled)
+    return row | {"borders us": group.gather_objects(borders.medians())[pipe.output_rank]}
 
 
 def rows(
@@ -185,7 +198,9 @@ def rows(
 
 def main() -> None:
     """Print the table."""
-    args = asking(__doc__).parse_args()
+    parser = asking(__doc__)
+    parser.add_argument("--borders", action="store_true", help="print where the time of a step goes")
+    args = parser.parse_args()
     found = []
     print(f"{'':7} {'schedule':22} {'limit ms':>9} {'step ms':>9} {'ratio':>6} {'predicted':>9} {'/ step':>7}"
           f" {'/ actions':>9}")  # fmt: skip
@@ -197,6 +212,8 @@ def main() -> None:
             print(f"{size:7} {name:22} {r['limit ms']:9.2f} {r['step ms']:9.2f} {r['step / limit']:6.2f}"
                   f" {r['predicted ms']:9.2f} {r['predicted / step']:7.1%} {r['predicted / actions']:9.1%}",
                   flush=True)  # fmt: skip
+            for part, what in PARTS.items() if args.borders else ():
+                print(f"{r['borders us'][part]:18.0f} us  {what}")
     save(found, args.json)
 
 

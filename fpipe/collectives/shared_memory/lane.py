@@ -242,7 +242,7 @@ class LaneReader(_End):
         """:meth:`read` for messages of one contiguous tensor. The returned function returns None, and reads nothing,
         if the next message has not arrived, has another size or belongs to another call."""
         (piece,) = pieces((nbytes,))
-        (shape, _, dtype), size, new = spec, piece.size, torch.empty
+        (shape, stride, dtype), size, new = spec, piece.size, torch.empty_strided  # faster than torch.empty
         copy, sent, taken, notes, area = _native.copy, self.sent, self.taken, self.notes, self.area
         head, last = self.head, AREA - piece.size
 
@@ -254,7 +254,7 @@ class LaneReader(_End):
             start = notes[note]
             if start > last:
                 raise _overwritten(start, size)
-            tensor = new(shape, dtype=dtype, device=_CPU)
+            tensor = new(shape, stride, dtype=dtype, device=_CPU)
             copy(tensor.data_ptr(), area + start, nbytes)
             self.count = count + 1
             taken[0] = (count + 1) & _MASK
