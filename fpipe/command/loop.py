@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 import torch
 
 from ..collectives.quorum import Quorum
-from ..errors import BatchError, CheckpointError, StageError, UnsupportedError
+from ..errors import BatchError, CheckpointError, StageError, TransformError, UnsupportedError
 from ..running.gradients import value_and_grad
 from ..running.pipeline import Pipeline
 from ..saving._pipe import tensor_parallel
@@ -104,6 +104,12 @@ class Loop:
     quorum: Quorum | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.pipe, Pipeline):
+            raise StageError(f"Loop takes what fpipe.pipeline returns, not {type(self.pipe).__name__}")
+        if not isinstance(self.tx, Transform):
+            raise TransformError(f"tx={self.tx!r}; give a transform such as fpipe.adamw(3e-4)")
+        if self.path is not None and not isinstance(self.path, (str, os.PathLike)):
+            raise CheckpointError(f"path={self.path!r}; give the folder of the run, or leave it out")
         if self.pipe.config.loss is None or self.pipe.config.stateful:
             why = "has no loss" if self.pipe.config.loss is None else "has stages that carry state"
             raise StageError(
@@ -113,10 +119,11 @@ class Loop:
             raise UnsupportedError("Loop does not work with tp=; write a loop with fpipe.save and fpipe.load")
         if self.quorum is not None and self.pipe.copies is not None:
             raise UnsupportedError("Loop takes dp= of the pipeline or quorum=, not both; leave one of them out")
-        if self.every < 1 or self.keep < 1 or self.keep_every < 0:
+        numbers = self.every, self.keep, self.keep_every
+        if any(type(number) is not int for number in numbers) or min(self.every, self.keep) < 1 or self.keep_every < 0:
             raise CheckpointError(
-                f"every={self.every}, keep={self.keep}, keep_every={self.keep_every}; a loop writes a checkpoint every "
-                "step at most, and keeps one at least"
+                f"every={self.every!r}, keep={self.keep!r}, keep_every={self.keep_every!r}; give whole numbers: a loop "
+                "writes a checkpoint every step at most, and keeps one at least"
             )
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------

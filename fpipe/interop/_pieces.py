@@ -14,7 +14,7 @@ import linecache
 import operator
 import re
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
@@ -60,7 +60,7 @@ def pieces(module: nn.Module, cuts: Sequence[str], side: Sequence[str] = ()) -> 
 
 
 def _check_names(module: nn.Module, cuts: Sequence[str]) -> None:
-    if isinstance(cuts, str) or not all(isinstance(cut, str) for cut in cuts):
+    if isinstance(cuts, str) or not isinstance(cuts, Iterable) or not all(isinstance(cut, str) for cut in cuts):
         raise StageError(f"cuts={cuts!r}; give a list of submodule names, such as ['layers.2', 'layers.4']")
     known = dict(module.named_modules(remove_duplicate=False))
     for cut in cuts:

@@ -7,7 +7,7 @@ module connects both, and must not know schedules or ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -219,7 +219,8 @@ def bind(
     if isinstance(modules, nn.Module):
         stages, params = from_module(modules, cuts, side=side, state=state)
         return Bound([modules] * len(stages), stages, [tuple(row) for row in params])
-    if cuts or not modules or not all(module is None or isinstance(module, nn.Module) for module in modules):
+    listed = not isinstance(modules, (str, Mapping)) and isinstance(modules, Iterable) and not cuts
+    if not listed or not modules or not all(module is None or isinstance(module, nn.Module) for module in modules):
         raise StageError("bind takes one module (with cuts=), or a list with a module, or None, for each stage")
     rows = [_stage(module, side, state) for module in modules]
     return Bound(modules, with_ties(modules, [stage for stage, _ in rows]), [names for _, names in rows])

@@ -46,7 +46,7 @@ def elsewhere(shape: Sequence[int] | None = None, dtype: torch.dtype | None = No
         a value to pass as an argument of a call, or as a leaf of one.
 
     Raises:
-        BatchError: if a shape is no sequence of sizes, or a dtype is given without one.
+        BatchError: if a shape is no sequence of sizes, or a dtype is none or is given without a shape.
 
     >>> elsewhere((8, 128), torch.long)
     Absent(shape=(8, 128), dtype=torch.int64)
@@ -55,6 +55,8 @@ def elsewhere(shape: Sequence[int] | None = None, dtype: torch.dtype | None = No
         if dtype is not None:
             raise BatchError(f"elsewhere(dtype={dtype}) has no shape; give both, or neither for a whole argument")
         return Absent()
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise BatchError(f"elsewhere(dtype={dtype!r}); give a dtype such as torch.float32")
     sizes = tuple(shape) if isinstance(shape, Sequence) else ()
     if not isinstance(shape, Sequence) or not all(isinstance(size, int) and size >= 0 for size in sizes):
         raise BatchError(f"elsewhere(shape={shape!r}); give a sequence of sizes, as in (8, 128)")

@@ -91,7 +91,7 @@ def pad(
     """
     if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
         raise BatchError(f"multiple={multiple!r}; give a whole number, 1 or more, such as cp * lcm(2, tp)")
-    parts, values = list(Microbatches(microbatches)), values or {}
+    parts, values = list(Microbatches(microbatches)), {} if values is None else values
     fills: dict[str, Fill] = {**values, **FILLS, **values}  # in this order: the first pattern that fits a name counts
     for name, fill in fills.items():
         if not (fill is None or fill == "restart" or isinstance(fill, (int, float))):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -63,6 +64,18 @@ def folder_of(path: str | os.PathLike[str], pipe: Pipe) -> Path:
     """Where this process finds or writes a checkpoint: with ``tp=``, a folder in that of the checkpoint."""
     rank, size = tensor_parallel(pipe)
     return Path(path) if size == 1 else Path(path) / f"tp-{rank}-of-{size}"
+
+
+def writer_of(folder: Path) -> str:
+    """The name of the threads that write a checkpoint."""
+    return f"fpipe-save {os.path.abspath(folder)}"
+
+
+def wait_for_writers(folder: Path) -> None:
+    """Return once no thread of this process writes this checkpoint: ``save(wait=False)`` leaves threads behind."""
+    for thread in threading.enumerate():
+        if thread.name == writer_of(folder) and thread is not threading.current_thread():
+            thread.join()
 
 
 def agree(pipe: Pipe, act: Callable[[], Any]) -> Any:

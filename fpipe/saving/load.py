@@ -23,7 +23,7 @@ from torch import Tensor
 from .. import tree
 from ..errors import CheckpointError
 from ..schedules.progress import progress
-from ._pipe import Pipe, agree, everyone, folder_of, is_first
+from ._pipe import Pipe, agree, everyone, folder_of, is_first, wait_for_writers
 from .collect import own
 from .files import checked, from_bytes, opened
 from .keys import Names, StageTree, describe_stage, expand, stage_tree, state_tree, structure_of
@@ -64,6 +64,7 @@ def load(
 
     """
     folder = folder_of(path, pipe)
+    agree(pipe, lambda: wait_for_writers(folder))
     manifest = agree(pipe, lambda: Manifest.read(folder))
     if len(set(everyone(pipe, manifest.digest))) > 1:
         raise CheckpointError(f"processes read different checkpoints at {path}; all must see one file system")

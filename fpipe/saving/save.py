@@ -25,7 +25,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..schedules.progress import progress
-from ._pipe import Pipe, agree, everyone, folder_of, is_first
+from ._pipe import Pipe, agree, everyone, folder_of, is_first, writer_of
 from .collect import Holding, Place, collect, merged
 from .files import Entry, from_bytes, grouped, to_bytes, write
 from .keys import Names
@@ -85,7 +85,8 @@ def save(
         pipe: the pipeline.
         params: the parameters, one tree per stage; parts of them with ``zero=``.
         wait: with False, the call returns when tensors are copied to the host, and files are written behind the next
-            steps; call ``wait()`` on the result before the next checkpoint, and at the end.
+            steps; call ``wait()`` on the result before the next checkpoint, and at the end. ``load`` of the same folder
+            waits too.
         more: trees by name: states of transforms, numbers, text.
 
     Returns:
@@ -119,13 +120,13 @@ def _start(folder: Path, pipe: Pipe, params: Sequence[Any] | None, more: Mapping
     _check_shared(folder, pipe, token)
     job = _Job(folder, token, _number(pipe), _numbers(pipe), pipe.group.timeout, wait)
     rows = [_Host.of(place, copied=not wait) for place in holding.places]
-    written = _started(lambda: job.write(rows))
-    completed = _started(lambda: job.complete(total, written)) if is_first(pipe) else None
+    written = _started(lambda: job.write(rows), folder)
+    completed = _started(lambda: job.complete(total, written), folder) if is_first(pipe) else None
     return Saving(folder, pipe, written, completed)
 
 
-def _started(fn: Callable[[], T]) -> Future[T]:
-    """Run a function on a thread that the end of the program waits for, and sees."""
+def _started(fn: Callable[[], T], folder: Path) -> Future[T]:
+    """Run a function on a thread that the end of the program, and a load of the folder, wait for."""
     future = Future[T]()
 
     def run() -> None:
@@ -134,7 +135,7 @@ def _started(fn: Callable[[], T]) -> Future[T]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name="fpipe-save").start()
+    threading.Thread(target=run, name=writer_of(folder)).start()
     return future
 
 

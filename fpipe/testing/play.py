@@ -66,6 +66,8 @@ def run(
     >>> run(ring, ranks=4), run(ring, ranks=4, order="lockstep", seed=3)
     ([3, 0, 1, 2], [3, 0, 1, 2])
     """
+    if not callable(fn):
+        raise GroupError(f"run takes a function of the group of a rank, not {fn!r}")
     ends = outcomes(fn, ranks, order=order, seed=seed, faults=faults, timeout=timeout)
     failed = sorted((outcome for outcome in ends if outcome.error is not None), key=_cause_first)
     for outcome in failed[:1]:

@@ -231,7 +231,7 @@ def chain(*transforms: Transform) -> Transform:
         A ``Transform``.
 
     Raises:
-        TransformError: by ``update``, if the state is that of another chain.
+        TransformError: if one is no transform; by ``update``, if the state is that of another chain.
 
     >>> from fpipe.transforms import scale, sgd
     >>> tx = chain(scale(2.0), sgd(0.5))
@@ -239,6 +239,9 @@ def chain(*transforms: Transform) -> Transform:
     >>> updates
     [tensor([-1.])]
     """
+    for transform in transforms:
+        if not isinstance(transform, Transform):
+            raise TransformError(f"chain takes transforms such as fpipe.adamw(3e-4), not {transform!r}")
 
     def init(params: Params) -> State:
         return tuple(transform.init(params) for transform in transforms)

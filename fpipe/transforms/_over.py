@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from ..tree import Tree, leaves
 DOUBLE_DEVICES = ("cpu", "cuda")
 
 
+@runtime_checkable
 class Over(Protocol):
     """The part of a pipeline that a transform uses.
 
@@ -43,6 +44,13 @@ class Over(Protocol):
     @property
     def tied(self) -> tuple[tuple[str, ...], ...]: ...
     def all_sum(self, tensor: Tensor) -> Tensor: ...
+
+
+def as_over(over: object) -> Over | None:
+    """``over=`` as it is, or TransformError where it is no pipeline."""
+    if over is None or isinstance(over, Over):
+        return over
+    raise TransformError(f"over={over!r}; give the pipeline, what fpipe.pipeline returned")
 
 
 class Sharded(Over, Protocol):

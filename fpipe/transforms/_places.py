@@ -193,6 +193,8 @@ def mask_of(mask: Mask, tree: Tree) -> Tree:
     >>> mask_of([True, {"any": False}, False], params)
     [{'b': True, 'w': True}, None, {'w': False}]
     """
+    if isinstance(mask, str):
+        raise TransformError(f"mask={mask!r}; give a list of patterns such as [{mask!r}]")
     if isinstance(mask, (list, tuple)) and mask and all(isinstance(item, str) for item in mask):
         _check_patterns(mask, tree)
         return _by_name(tree, lambda name: matches(name, mask))

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import TransformError
 from . import _foreach as F
 from ._base import Params, Speculation, State, Transform, Updates
-from ._over import Over, board_device, own_leaves, warn_of_parts
+from ._over import Over, as_over, board_device, own_leaves, warn_of_parts
 from ._places import count, map_kinds, places, scaled
 
 
@@ -79,7 +79,7 @@ def skip_nonfinite(*, over: Over | None = None) -> Transform:
     >>> updates, state[0].skipped.item()
     (None, 1)
     """
-
+    over = as_over(over)
     kept = lambda state: SkipState(state.skipped, torch.zeros_like(state.in_a_row))
 
     def update(grads: Updates, state: State, params: Params = None) -> tuple[Updates, State]:
@@ -131,6 +131,7 @@ def dynamic_loss_scale(
             f"a loss scale needs init_scale > 0, growth >= 1, 0 < backoff <= 1 and interval >= 1"
         )
 
+    over = as_over(over)
     init = lambda params: LossScaleState(torch.tensor(float(init_scale)), count(), count())
     return Transform(init, partial(_unscaled, growth, backoff, interval, over))
 

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..collectives.group import Group
+from ..collectives.group import Group, as_group
 from ..errors import TransformError
 from ..tree import names
 from ._base import Params, State, Transform, Updates, on_leaves
-from ._over import Board, Over, board_device, shards_of, wide
+from ._over import Board, Over, as_over, board_device, shards_of, wide
 from ._places import map_kinds, places
 from .norms import Tied
 
@@ -36,6 +36,7 @@ def mean_over(group: Group, *, dtype: torch.dtype | None = None) -> Transform:
     >>> mean_over(local(1)).update([torch.ones(2), None], ())
     ([tensor([1., 1.]), None], ())
     """
+    as_group("mean_over", group)
 
     def kernel(leaves: list[Tensor]) -> list[Tensor]:
         flat = torch.cat([leaf.detach().reshape(-1) for leaf in leaves])
@@ -75,7 +76,7 @@ def sum_tied(tied: Tied | None = None, *, over: Over | None = None) -> Transform
     >>> tx.update([{"w": torch.ones(1)}, {"w": torch.ones(1) * 2}], tx.init(params))[0]
     [{'w': tensor([3.])}, {'w': tensor([3.])}]
     """
-    if tied is None and over is None:
+    if tied is None and as_over(over) is None:
         raise TransformError("sum_tied needs groups of names, as in sum_tied([('0.wte', '7.wte')]), or over=pipe")
     if shards_of(over) is not None:
         raise TransformError("sum_tied needs whole gradients, and zero= gives shards; build the pipeline with tied=")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import reduce
+from numbers import Real
 from typing import NamedTuple, TypeAlias, cast
 
 import torch
@@ -20,7 +21,7 @@ from ..errors import TransformError
 from ..tree import Tree, matches, names, unmatched
 from . import _foreach as F
 from ._base import Speculation, State, Transform, Updates, on_leaves, scaling
-from ._over import Board, Over, Sharded, board_device, own_leaves, shards_of, stages_here, warn_of_parts, wide
+from ._over import Board, Over, Sharded, as_over, board_device, own_leaves, shards_of, stages_here, warn_of_parts, wide
 from ._places import map_kinds, places
 
 #: Elements in one row of an exact norm; any number would do, as long as it never changes.
@@ -48,8 +49,9 @@ class Norm(NamedTuple):
     @classmethod
     def of(cls, over: Over | None, p: float, exact: bool, tied: Tied | None, shards: Group | None) -> Norm:
         """The norm that the arguments of :func:`global_norm` ask for."""
-        if not p > 0:
+        if not isinstance(p, (Real, Tensor)) or not p > 0:
             raise TransformError(f"p={p!r}; a norm needs p > 0, or float('inf')")
+        over = as_over(over)
         groups = tied if tied is not None else over.tied if over is not None else ()
         return cls(over, p, exact, frozenset(name for group in groups for name in tuple(group)[1:]), shards)
 
@@ -189,7 +191,7 @@ def clip_by_global_norm(
     >>> [round(g.item(), 4) for g in grads], state.norm.item()
     ([0.6, 0.8], 5.0)
     """
-    if not max_norm > 0:
+    if not isinstance(max_norm, (Real, Tensor)) or not max_norm > 0:
         raise TransformError(f"max_norm={max_norm!r}; clipping needs a norm above 0")
     options = Norm.of(over, p, exact, tied, shards)
     init = lambda params: ClipState(torch.zeros((), device=board_device(params, over)))

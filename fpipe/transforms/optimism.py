@@ -19,7 +19,7 @@ from torch import Tensor
 from ..collectives.group import Done
 from ..errors import TransformError
 from ._base import Params, Speculation, State, Transform, Updates, apply_updates
-from ._over import Over, own_leaves, shards_of
+from ._over import Over, as_over, own_leaves, shards_of
 
 V = TypeVar("V")
 
@@ -147,7 +147,7 @@ def optimistic(tx: Transform, over: Over | None = None) -> Optimistic:
             "a transform with donate=True overwrites the state from which a step is repeated; leave donate=True out "
             "of the transform passed to optimistic()"
         )
-    return Optimistic(tx, over)
+    return Optimistic(tx, as_over(over))
 
 
 def _guess(tx: Transform, grads: Updates, state: State, params: Params, over: Over | None) -> _Guess:

@@ -17,7 +17,7 @@ from ..errors import TransformError
 from . import _foreach as F
 from ._base import Params, State, Transform, leafwise, on_leaves
 from ._optimizer import decay, rate_at, weights_of
-from ._over import Over, shards_of
+from ._over import Over, as_over, shards_of
 from ._places import Column, Mask, Places, count, flags, map_kinds, mask_of, scaled
 
 
@@ -132,7 +132,7 @@ def add_noise(eta: float, gamma: float = 0.55, *, seed: int = 0, over: Over | No
     """
     if eta < 0:
         raise TransformError(f"eta={eta}; a variance is 0 at least")
-    shards = shards_of(over)
+    shards = shards_of(as_over(over))
     shard = "" if shards is None else f"/{shards.here[0]}"
 
     def step(at: Places, state: State, params: Params) -> tuple[Column, State]:

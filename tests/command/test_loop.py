@@ -172,10 +172,20 @@ def test_positions_in_the_data_of_each_copy(tmp_path: Path):
         on_copies(6, tmp_path, ranks=4)
 
 
-@pytest.mark.parametrize("options", [{"every": 0}, {"keep": 0}, {"keep_every": -1}])
+@pytest.mark.parametrize("options", [{"every": 0}, {"keep": 0}, {"keep_every": -1}, {"every": "9"}])
 def test_numbers_are_checked(options: dict[str, int]):
     with pytest.raises(CheckpointError, match="writes a checkpoint every step at most"):
         fpipe.Loop(pipeline(LAYOUTS[1])[0], fpipe.sgd(0.1), **options)  # type: ignore[arg-type]
+
+
+def test_arguments_of_another_kind_are_refused():
+    pipe, tx = pipeline(LAYOUTS[1])[0], fpipe.sgd(0.1)
+    with pytest.raises(fpipe.StageError, match="returns, not int"):
+        fpipe.Loop(3, tx)  # type: ignore[arg-type]
+    with pytest.raises(fpipe.TransformError, match="tx=3; give a transform"):
+        fpipe.Loop(pipe, 3)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="path=3; give the folder"):
+        fpipe.Loop(pipe, tx, path=3)  # type: ignore[arg-type]
 
 
 def test_a_pipeline_without_a_loss_is_refused():

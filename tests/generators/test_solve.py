@@ -312,6 +312,8 @@ def test_what_a_user_gets_wrong_is_named() -> None:
         "memory has 1 limits, but there are 2 ranks": lambda: quick(Costs(), 2, 4, memory=[3]),
         "3 stages cannot be placed evenly on 2 ranks": lambda: quick(Costs(F=[1, 2, 3]), 2, 4),
         "ranks=0 must be": lambda: quick(Costs(), 0, 4),
+        "costs=3; give fpipe.Costs": lambda: solve(3, 2, 4),  # type: ignore[arg-type]
+        "time_limit='1'; give": lambda: solve(Costs(), 2, 4, time_limit="1"),  # type: ignore[arg-type]
         "placement='W'": lambda: quick(Costs(), 2, 4, "W"),
         "load has 3 numbers": lambda: quick(Costs(load=[1, 2, 3]), 2, 4),
     }.items():

@@ -160,8 +160,11 @@ def test_gradients_that_do_not_fit_are_refused():
         bound.add_grads([{}])
     with pytest.raises(fpipe.StageError, match=r"'0\.weight' in stage 1 has shape \[3\]"):
         bound.add_grads([None, {"0.weight": torch.ones(3)}])
-    with pytest.raises(fpipe.StageError, match="or a list with a module"):
-        bind([])
+    for wrong in ([], 3, "layers"):
+        with pytest.raises(fpipe.StageError, match="or a list with a module"):
+            bind(wrong)  # type: ignore[arg-type]
+    with pytest.raises(fpipe.StageError, match="cuts=3; give a list"):
+        fpipe.from_module(torch.nn.Linear(1, 1), cuts=3)  # type: ignore[arg-type]
 
 
 # ---- modes ----------------------------------------------------------------------------------------------------------

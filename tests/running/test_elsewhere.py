@@ -236,6 +236,11 @@ def test_a_local_group_has_everything():
         pipe(PARAMS[:2], fpipe.elsewhere((8, 4)))
 
 
+def test_a_dtype_that_is_text_is_refused():
+    with pytest.raises(fpipe.BatchError, match=r"dtype='int64'\); give a dtype"):
+        fpipe.elsewhere((8, 4), "int64")  # type: ignore[arg-type]
+
+
 def test_a_stage_that_its_rank_leaves_out():
     def rank(group: Any) -> str:
         stages = [layer, fpipe.Stage.elsewhere()]

@@ -228,13 +228,22 @@ def test_a_failed_save_has_ended_when_it_is_reported(tmp_path: Path, monkeypatch
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         fpipe.save(tmp_path / "c", two(), params=weights())
-    assert not [thread for thread in threading.enumerate() if thread.name == "fpipe-save"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("fpipe-save")]
+
+
+def test_a_load_waits_for_the_save_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """``save(wait=False)`` and then ``load``: the folder has no manifest yet."""
+    go, write = threading.Event(), Manifest.write
+    monkeypatch.setattr(Manifest, "write", lambda *args: go.wait(5) and write(*args))
+    fpipe.save(tmp_path / "c", two(), params=weights(), step=3, wait=False)
+    threading.Timer(0.05, go.set).start()
+    assert fpipe.load(tmp_path / "." / "c", two(), "step") == 3
 
 
 ENDS = """
 import pathlib, sys, fpipe.saving.save as save
 job = save._Job(pathlib.Path(sys.argv[1]), "0", 0, [0, 1], float("inf"), False)
-save._started(lambda: job.complete(None, save._started(lambda: job.write([]))))
+save._started(lambda: job.complete(None, save._started(lambda: job.write([]), job.folder)), job.folder)
 """
 
 

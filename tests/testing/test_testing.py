@@ -129,6 +129,11 @@ def test_buffered_needs_no_partner_and_lockstep_does():
         run(both_send_first, 2, order="lockstep")
 
 
+def test_what_is_no_function_is_refused():
+    with pytest.raises(GroupError, match="a function of the group of a rank, not 3"):
+        run(3, ranks=2)  # type: ignore[arg-type]
+
+
 def test_an_error_names_the_fake_rank():
     def fail(group):
         if group.rank == 2:

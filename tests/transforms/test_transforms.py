@@ -147,6 +147,13 @@ def test_misfit_trees_are_told():
     ("make", "words"),
     [
         (lambda: T.clip_by_global_norm(0.0), "max_norm=0.0"),
+        (lambda: T.clip_by_global_norm("1"), "max_norm='1'"),  # type: ignore[arg-type]
+        (lambda: T.clip_by_global_norm(1.0, over=3), "over=3; give the pipeline"),  # type: ignore[arg-type]
+        (lambda: T.skip_nonfinite(over=3), "over=3; give the pipeline"),  # type: ignore[arg-type]
+        (lambda: T.sum_tied(over=3), "over=3; give the pipeline"),  # type: ignore[arg-type]
+        (lambda: T.chain(T.identity(), 3), "not 3"),  # type: ignore[arg-type]
+        (lambda: T.masked(T.identity(), "0.*").init([torch.ones(1)]), r"mask='0\.\*'; give a list"),
+        (lambda: T.adamw(0.1, mask="0.*").init([torch.ones(1)]), r"mask='0\.\*'; give a list"),
         (lambda: T.global_norm([torch.ones(1)], p=0.0), "p=0.0"),
         (lambda: T.clip_by_value(1.0, -1.0), "nothing lies in"),
         (lambda: T.accumulate(0), r"accumulate\(0\)"),

@@ -12,7 +12,8 @@ import torch
 import fake_processes
 from common import same
 from fpipe import transforms as T
-from fpipe.errors import TransformError
+from fpipe.errors import GroupError, TransformError
+from fpipe.testing import run
 from fpipe.transforms import finite
 from transform_table import STAGES, TIED, follow, gradients, model
 
@@ -165,11 +166,11 @@ def test_apply_updates_without_updates():
 def test_mean_over_replicas():
     mine = lambda rank: [None, {"h": torch.full((2,), float(rank)).half(), "w": torch.full((2, 3), float(rank))}]
     for dtype in (None, torch.float64):
-        found = fake_processes.run(
-            [[0]] * 4, 1, lambda over, dtype=dtype: T.mean_over(over, dtype=dtype).update(mine(over.rank), ())[0]
-        )
+        found = run(lambda group, dtype=dtype: T.mean_over(group, dtype=dtype).update(mine(group.rank), ())[0], ranks=4)
         wanted = [None, {"h": torch.full((2,), 1.5).half(), "w": torch.full((2, 3), 1.5)}]
         assert all(same(tree, wanted) for tree in found)
+    with pytest.raises(GroupError, match="mean_over=3 is no group"):
+        T.mean_over(3)  # type: ignore[arg-type]
 
 
 def test_three_copies_are_summed_in_one_order():

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
+from numbers import Real
 from typing import Literal, TypeAlias
 
 from ...errors import ScheduleError
@@ -93,6 +94,8 @@ def solve(
     each = partial(_solve, ranks=ranks, microbatches=microbatches, placement=placement, memory=memory,
                    progress=progress, seed=seed)  # fmt: skip
     costs = as_costs(costs)
+    if isinstance(time_limit, bool) or not isinstance(time_limit, Real) or not time_limit >= 0:
+        raise ScheduleError(f"time_limit={time_limit!r}; give a number of seconds, such as 10")
     if layers is None:
         return each(costs, stages=stages, time_limit=time_limit)
     count = stages or _fewest(placement, ranks)
