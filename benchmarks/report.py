@@ -135,7 +135,6 @@ def _limit(rows: Rows) -> Iterator[str]:
         yield from _table(("us", *names), lines)
 
 
-
 def _split(rows: Rows) -> Iterator[str]:
     lines = [
         [f"width {r['width']}", f"{r['whole ms']:.2f}", f"{r['split ms']:.2f}",
@@ -288,11 +287,11 @@ _LIMIT = (
 _BORDERS = (
     "Where the time of a small step goes, on the rank of the last stage, by a clock at the borders of instructions "
     "(`python -m benchmarks.bench_limit --sizes small --borders`). *Begin* is the call until its first instruction, "
-    "*programs* their time alone, *around* what they take longer in a step: registers, values that they free, code that "
-    "is not in the cache. *Receive* is for messages that have arrived, *wait* for others. *Loss* is the total of the "
-    "losses, *end* what follows the last instruction. The limit contains programs and the transfer of messages alone; "
-    "the other parts are Python, and two to three times as long as when repeated in a loop, since programs of torch run "
-    "in between: `begin` takes about 35 us in a loop. Where a step is as short as this one, they are a third of it."
+    "*programs* their time alone, *around* what they take longer in a step: registers, values that they free, code "
+    "that is not in the cache. *Receive* is for messages that have arrived, *wait* for others. *Loss* is the total of "
+    "the losses, *end* what follows the last instruction. The limit contains programs and the transfer of messages "
+    "alone; the other parts are Python, and take two to three times as long as in a loop, since programs of torch run "
+    "in between: *begin* takes about 35 us in a loop."
 )
 _SPLIT = (
     "Four transformer blocks as one stage: the backward in two parts (I and W) compared with the backward in one part "
