@@ -319,7 +319,7 @@ def run(chosen: Sequence[Cell], timeout: float, at_once: int, file: Path | None,
                 continue
             outcomes.append(outcome)
             if verbose or not (outcome.in_time and outcome.named):
-                console.print(_told(outcome), highlight=False, markup=False, soft_wrap=True)
+                console.print(_line(outcome), highlight=False, markup=False, soft_wrap=True)
             if file is not None:
                 _save(file, outcomes, missing, timeout)
     console.print(_table(outcomes))
@@ -328,7 +328,7 @@ def run(chosen: Sequence[Cell], timeout: float, at_once: int, file: Path | None,
     return len(outcomes) - good
 
 
-def _told(outcome: Outcome) -> str:
+def _line(outcome: Outcome) -> str:
     verdict = ("in time" if outcome.in_time else "LATE") + (", named" if outcome.named else ", NOT NAMED")
     lines = [f"    rank {rank}: {text}" for rank, text in outcome.texts.items()]
     return "\n".join([f"{' | '.join(outcome.cell)}: {verdict}, {outcome.seconds:.1f} s", *lines])

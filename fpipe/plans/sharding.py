@@ -63,8 +63,8 @@ class Copies:
         return self.group.here[0]
 
     @property
-    def told(self) -> str:
-        """What every process must say alike."""
+    def description(self) -> str:
+        """What must be equal on every process."""
         return (
             f"{self.group.size} of them, zero={self.zero}, reduced in {self.dtype or 'the dtype of gradients'}, "
             f"bucket_bytes={self.bucket}, unsharded={self.unsharded}, {'mean' if self.mean else 'sum'}, own={self.own}"

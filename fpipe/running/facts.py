@@ -55,7 +55,7 @@ def facts(config: Config, request: Request) -> dict[str, str | None]:
         "the engine of the loss": str(loss.engine) if isinstance(loss, Stage) else "trace",
         "compile=": _parts([str(stage.compile) for stage in stages]),
         "outputs=": config.outputs,
-        "copies": "none" if config.copies is None else config.copies.told,
+        "copies": "none" if config.copies is None else config.copies.description,
         "overlap": config.overlap.how,
         "autocast": ", ".join(f"{device}: {dtype}" for device, dtype in ambient()) or "off",
         "debug()": "on" if request.debug else "off",

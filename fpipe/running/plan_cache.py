@@ -186,7 +186,7 @@ class Cache:
         if config.copies is not None and not self.agreed:
             self.agreed = True
             agree(config.copies.group, {
-                "schedule": repr(config), "copies": config.copies.told, "tied parameters": str(config.tied),
+                "schedule": repr(config), "copies": config.copies.description, "tied parameters": str(config.tied),
                 "the dtype of accumulation": str(config.accumulate), "the stages here": str(config.here),
             })  # fmt: skip
 

@@ -83,7 +83,7 @@ def _again(group: C10dGroup) -> None:
     ],
 )
 @pytest.mark.parametrize("shared", ["1", "0"])
-def test_every_survivor_is_told(
+def test_every_survivor_is_reported(
     tmp_path: Path, how: str, raised: type[Exception], end: str, shared: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(outcome, "GRACE", 30.0)  # of busy machines

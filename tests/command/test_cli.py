@@ -276,7 +276,7 @@ def test_refusals_are_one_error(line: str, status: int, words: str, capsys: pyte
     assert Path("taken.html").read_text() == "<p>mine</p>"
 
 
-def test_a_bug_is_told_without_a_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_a_bug_is_reported_without_a_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     def broken() -> tuple[str, ...]:
         raise RuntimeError("gears\x1b[31m jammed")
 

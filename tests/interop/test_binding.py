@@ -216,7 +216,7 @@ def test_ranks_with_their_own_modules_choose_a_mode():
         nn.Sequential(*whole).train()
 
 
-def test_ranks_in_different_modes_are_told():
+def test_ranks_in_different_modes_are_reported():
     def rank(group: Any) -> str:
         bound = bind([module if s == group.here[0] else None for s, module in enumerate(layers(2))])
         pipe = fpipe.pipeline(bound.stages, microbatches=2, group=group)

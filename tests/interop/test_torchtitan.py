@@ -170,10 +170,10 @@ def test_experts_run_on_autograd_and_count():
     torch.testing.assert_close(
         {n: g for own in grads for n, g in own.items()}, {n: p.grad for n, p in twin.named_parameters()}
     )
-    told = {name: count for own in counts for name, count in (own or {}).items()}
-    assert told.keys() == {"layers.2.tokens_per_expert", "layers.3.tokens_per_expert"}
-    assert all(torch.equal(count, twin.get_buffer(name)) for name, count in told.items())
-    assert all(count.sum() == tokens.numel() for count in told.values())
+    total = {name: count for own in counts for name, count in (own or {}).items()}
+    assert total.keys() == {"layers.2.tokens_per_expert", "layers.3.tokens_per_expert"}
+    assert all(torch.equal(count, twin.get_buffer(name)) for name, count in total.items())
+    assert all(count.sum() == tokens.numel() for count in total.values())
 
 
 # ---- the package itself ---------------------------------------------------------------------------------------------

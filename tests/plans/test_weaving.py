@@ -223,7 +223,7 @@ def test_woven_or_not_the_bits_are_the_same_with_draws_and_remat(members: Any, n
 
 
 @pytest.mark.xdist_group("weaving")
-def test_a_function_that_returns_too_little_is_told(members: Any):
+def test_a_function_that_returns_too_little_is_reported(members: Any):
     pipe = pipe_of(moe_stage(None, False), "DualPipeV", 2, 4, fpipe.local(2), lambda f, b: (f(), b()[:1]))
     with pytest.raises(WeaveError, match="return a tuple of both parts' results"):
         step(pipe)
@@ -236,8 +236,8 @@ def test_a_weave_as_data_runs_in_a_pipeline(members: Any):
     (found,) = {w.entries for w in plan[0].weaves.values() if w.lines[1:] == ("0B1",)}
     letters = [(line.strip("0123456789"), name) for line, name in found]
     again = pipe_of(moe_stage(members), "Overlapped1F1B", 1, 1, fpipe.local(1), letters)
-    told = again.plan(parameters(1), torch.ones(24, WIDTH), torch.ones(24, WIDTH))
-    assert "by hand" in str(told)
+    printed = again.plan(parameters(1), torch.ones(24, WIDTH), torch.ones(24, WIDTH))
+    assert "by hand" in str(printed)
     with pytest.raises(WeaveError, match="is missing"):
         pipe_of(moe_stage(members), "Overlapped1F1B", 1, 1, fpipe.local(1), letters[:-1]).plan(
             parameters(1), torch.ones(24, WIDTH), torch.ones(24, WIDTH)
@@ -245,12 +245,14 @@ def test_a_weave_as_data_runs_in_a_pipeline(members: Any):
 
 
 @pytest.mark.xdist_group("weaving")
-def test_why_nothing_is_woven_is_told(members: Any):
+def test_why_nothing_is_woven_is_reported(members: Any):
     params, x = parameters(4), torch.ones(24, WIDTH)
-    told = str(pipe_of(moe_stage(None), "DualPipeV", 2, 4, fpipe.local(2)).plan(params, x, x))
-    assert "one after another: nothing is sent while it runs" in told
-    told = str(pipe_of(moe_stage(members), "DualPipeV", 2, 4, fpipe.local(2), compile="aot_eager").plan(params, x, x))
-    assert "one after another: compiled programs run whole" in told
+    printed = str(pipe_of(moe_stage(None), "DualPipeV", 2, 4, fpipe.local(2)).plan(params, x, x))
+    assert "one after another: nothing is sent while it runs" in printed
+    printed = str(
+        pipe_of(moe_stage(members), "DualPipeV", 2, 4, fpipe.local(2), compile="aot_eager").plan(params, x, x)
+    )
+    assert "one after another: compiled programs run whole" in printed
 
 
 @pytest.mark.xdist_group("weaving")
@@ -300,8 +302,8 @@ def test_the_simulator_takes_a_woven_actions_time_from_its_weave(members: Any, t
 
 
 # ---- one order of collectives ---------------------------------------------------------------------------------------
-def sign(letter: str, number: int, told: str = "float32[2 axes]") -> tuple[str, int, str, str]:
-    return letter, number, "all_to_all_single", told
+def sign(letter: str, number: int, signature: str = "float32[2 axes]") -> tuple[str, int, str, str]:
+    return letter, number, "all_to_all_single", signature
 
 
 F0, F1, B0, B1 = sign("F", 0), sign("F", 1), sign("B", 0), sign("B", 1)
@@ -348,10 +350,10 @@ def _different_weaves() -> tuple[Any, ...]:
 
 
 def test_two_processes_that_would_weave_differently_fall_back_and_finish():
-    for agrees, reasons, told in fpipe.launch(_different_weaves, ranks=2, timeout=60):
+    for agrees, reasons, printed in fpipe.launch(_different_weaves, ranks=2, timeout=60):
         assert agrees
-        assert any("would start its collectives in different orders" in reason for reason in reasons), told
-        assert "one after another: the members of group" in told
+        assert any("would start its collectives in different orders" in reason for reason in reasons), printed
+        assert "one after another: the members of group" in printed
 
 
 # ---- collectives ----------------------------------------------------------------------------------------------------

@@ -436,7 +436,7 @@ def test_a_function_that_cannot_be_rehearsed_asks_for_a_likeness():
     assert torch.equal(own.forward(p, x)[0], x @ p)
 
 
-def test_an_ordinary_mistake_is_told_as_one():
+def test_an_ordinary_mistake_is_reported_as_one():
     with pytest.raises(fpipe.ActionError, match=r"test_eager.*cannot be multiplied"):
         trace(fpipe.Stage(lambda p, x: x @ p, engine="eager"), randn(4, 4), randn(2, 3))
 
@@ -480,7 +480,7 @@ def otherwise(name: str) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("name", ["shape", "dtype", "number", "structure", "input", "parameter"])
-def test_what_differs_from_the_plan_is_told(name: str):
+def test_what_differs_from_the_plan_is_reported(name: str):
     stages = [lambda p, x: x * p, fpipe.Stage(otherwise(name), engine="eager", name="odd")]
     pipe = fpipe.pipeline(stages, loss=lambda y, t: sum(leaf.sum() for leaf in optree.tree_leaves(y) if
                           isinstance(leaf, Tensor)), microbatches=2, group=fpipe.local(2))  # fmt: skip
@@ -490,7 +490,7 @@ def test_what_differs_from_the_plan_is_told(name: str):
         run([torch.ones(3) * 1000, randn(3, 3)], torch.ones(4, 3), torch.zeros(4))
 
 
-def test_a_gradient_that_nobody_expected_is_told():
+def test_a_gradient_that_nobody_expected_is_reported():
     """The function looks at no data, but at something else: on fake tensors it gave no gradient."""
     calls = []
 

@@ -122,8 +122,8 @@ def test_avals_are_built_as_they_were():
     )
 
 
-def test_errors_are_told_apart():
-    def told(fn) -> Exception:
+def test_errors_are_distinguished():
+    def raised_by(fn) -> Exception:
         with fake.quiet(), fake.mode():
             try:
                 fn(torch.empty(2, 2))
@@ -131,11 +131,11 @@ def test_errors_are_told_apart():
                 return explain(error, "f", "(...)")
         raise AssertionError
 
-    assert isinstance(told(lambda x: bool(x.sum() > 0)), TraceError)
-    assert isinstance(told(lambda x: x.nonzero()), TraceError)
-    assert isinstance(told(lambda x: x.numpy()), TraceError)
-    assert isinstance(told(lambda x: x @ torch.ones(3)), ActionError)
-    assert isinstance(told(lambda x: {}["missing"]), ActionError)
+    assert isinstance(raised_by(lambda x: bool(x.sum() > 0)), TraceError)
+    assert isinstance(raised_by(lambda x: x.nonzero()), TraceError)
+    assert isinstance(raised_by(lambda x: x.numpy()), TraceError)
+    assert isinstance(raised_by(lambda x: x @ torch.ones(3)), ActionError)
+    assert isinstance(raised_by(lambda x: {}["missing"]), ActionError)
 
 
 def test_a_users_file_in_a_folder_called_fpipe_is_the_users(tmp_path: Path):

@@ -455,7 +455,7 @@ def test_a_sparse_gradient_is_refused(engine: Any):
         fpipe.value_and_grad(pipe)([torch.ones(4, 2)], torch.arange(4))
 
 
-def test_an_ordinary_mistake_is_told_with_its_line():
+def test_an_ordinary_mistake_is_reported_with_its_line():
     with pytest.raises(fpipe.ActionError, match=r"RuntimeError at .*test_programs\.py:\d+") as caught:
         trace(lambda p, x: x @ p, torch.ones(4, 4), X)
     assert isinstance(caught.value.__cause__, RuntimeError)
@@ -522,7 +522,7 @@ def test_state_of_numbers_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("fn", "told"),
+    ("fn", "message"),
     [
         (lambda p, x: x, "must return .y, scalar., but it returned"),
         (lambda p, x: (x, x), "floating tensor without axes"),
@@ -530,8 +530,8 @@ def test_state_of_numbers_is_refused():
         (lambda p, x: (x, x.sum(), 1), "tuple of 3"),
     ],
 )
-def test_an_auxiliary_loss_that_is_none_is_refused(fn: Any, told: str):
-    with pytest.raises(fpipe.StageError, match=told):
+def test_an_auxiliary_loss_that_is_none_is_refused(fn: Any, message: str):
+    with pytest.raises(fpipe.StageError, match=message):
         trace(fpipe.Stage(fn, aux_loss=True), EYE, X)
 
 
@@ -569,7 +569,7 @@ def test_numbers_are_part_of_the_signature():
     assert trace(fn, EYE, {"a": X, "n": 0.0}) is not trace(fn, EYE, {"a": X, "n": -0.0})
 
 
-def test_a_number_that_never_stays_is_told_and_its_traces_do_not_pile_up(monkeypatch: pytest.MonkeyPatch):
+def test_a_number_that_never_stays_is_reported_and_its_traces_do_not_pile_up(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(trace_cache, "ALIKE", 3)
     monkeypatch.setattr(trace_cache, "KEPT", 4)
     fn = lambda p, x, *, heat: x @ p * heat
@@ -714,7 +714,7 @@ def test_compile_by_inductor():
     compiles("inductor")
 
 
-def test_an_unknown_compiler_is_told():
+def test_an_unknown_compiler_is_reported():
     with pytest.raises(fpipe.StageError, match="compile='inductr'"):
         trace(fpipe.Stage(tanh_layer, compile="inductr"), LAYER, X)
 

@@ -44,9 +44,9 @@ def test_each_output_is_handed_over_and_let_go(schedule: str):
         return y.sum(1)
 
     with torch.inference_mode():
-        told = pipe(params, x, each=each)
+        results = pipe(params, x, each=each)
     assert sorted(order) == list(range(PARTS))
-    for one, part in zip(told, x.chunk(PARTS), strict=True):
+    for one, part in zip(results, x.chunk(PARTS), strict=True):
         assert torch.equal(one, reduce(lambda v, p: layer(p, v), params, part).sum(1))
 
 
@@ -76,8 +76,8 @@ def test_state_comes_with_each():
     counting = fpipe.Stage(lambda p, s, x: (x @ p, s + 1), state=True)
     params, x, _ = given()
     pipe = fpipe.pipeline([layer, layer, layer, counting], "ZBV", microbatches=PARTS, group=fpipe.local(2))
-    told, state = pipe(params, x, each=lambda i, y: i, state=[None, None, None, torch.tensor(0)])
-    assert told == list(range(PARTS)) and state[3] == PARTS
+    results, state = pipe(params, x, each=lambda i, y: i, state=[None, None, None, torch.tensor(0)])
+    assert results == list(range(PARTS)) and state[3] == PARTS
 
 
 def test_metrics_without_a_backward():
@@ -160,7 +160,7 @@ def test_many_shapes_that_took_long_are_hinted_at_once(monkeypatch: pytest.Monke
     pipe(params, x[:1].expand(4, WIDTH))
 
 
-def test_what_makes_no_sense_is_told():
+def test_what_makes_no_sense_is_reported():
     params, x, t = given()
     outputs, training = piped(), piped(loss=squared)
     with pytest.raises(fpipe.BatchError, match="has no loss"):
@@ -188,11 +188,11 @@ def test_what_each_returns_stays_where_it_was_called_or_goes_everywhere(schedule
 
     found = fpipe.testing.run(rank, 2)
     assert sum(last for _, last, _ in found) == 1
-    for _, last, told in found:
+    for _, last, results in found:
         if schedule == "DualPipe" and outputs == "zeros":  # each half of the microbatches ends on another rank
-            assert [one for one in told if one is not None] in (true[:2], true[2:])
+            assert [one for one in results if one is not None] in (true[:2], true[2:])
         else:
-            assert told == (true if last or outputs == "everywhere" else None)
+            assert results == (true if last or outputs == "everywhere" else None)
 
 
 def test_all_ranks_say_each_or_none():
@@ -211,7 +211,7 @@ def test_all_ranks_say_each_or_none():
     ("the reduction", ({"reduction": "sum"}, {"reduction": fpipe.weighted(torch.numel)})),
     ("the seed", ({"seed": 1}, {"seed": 2})),
 ])  # fmt: skip
-def test_ranks_that_weigh_or_draw_otherwise_are_told(name: str, values: tuple[dict[str, Any], dict[str, Any]]):
+def test_ranks_that_weigh_or_draw_otherwise_are_reported(name: str, values: tuple[dict[str, Any], dict[str, Any]]):
     def step(group: Any) -> Any:
         pipe = piped(group=group, loss=squared, **values[group.rank])
         params, x, t = given()

@@ -80,11 +80,11 @@ def near(a: Any, b: Any, tolerance: float = 1e-6) -> bool:
 @pytest.mark.parametrize("name", NAMES)
 def test_copies_are_one_pipeline(name: str):
     alone = step(pipe_of(name))
-    told = [on_copies(lambda dp, z=zero: step(pipe_of(name, dp, zero=z), dp)) for zero in range(4)]
-    for both in told:
+    results = [on_copies(lambda dp, z=zero: step(pipe_of(name, dp, zero=z), dp)) for zero in range(4)]
+    for both in results:
         assert same(*both), "copies must have one gradient"
-        assert same(both[0], told[0][0]), "ZeRO must have the bits of plain copies"
-    assert near(told[0][0], alone)
+        assert same(both[0], results[0][0]), "ZeRO must have the bits of plain copies"
+    assert near(results[0][0], alone)
 
 
 def on_gloo(name: str) -> tuple[int, ...]:
@@ -100,16 +100,16 @@ def gloo() -> dict[tuple[str, int], Any]:
 
 
 def test_four_processes():
-    told = fpipe.launch(gloo, ranks=4, timeout=110)
+    results = fpipe.launch(gloo, ranks=4, timeout=110)
     for name in NAMES:
         value, grads = step(pipe_of(name))
         for rank in range(4):
-            plain = told[rank][name, 0]
+            plain = results[rank][name, 0]
             assert near(plain[0], value)
             held = [(a, b) for a, b in zip(plain[1], grads, strict=True) if a is not None]
             assert held and all(near(a, b) for a, b in held), name
             for zero in on_gloo(name):
-                assert same(told[rank][name, zero], plain), (name, zero)
+                assert same(results[rank][name, zero], plain), (name, zero)
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
@@ -214,10 +214,10 @@ def test_noise_is_another_in_each_part():
 
 # ---- options of the reduction -------------------------------------------------------------------------------------
 def test_more_copies_than_elements():
-    told = on_copies(lambda dp: [step(pipe_of("1F1B", dp, zero=zero), dp) for zero in range(4)], copies=4)
-    for copy in told:
+    results = on_copies(lambda dp: [step(pipe_of("1F1B", dp, zero=zero), dp) for zero in range(4)], copies=4)
+    for copy in results:
         for level in copy:
-            assert same(level, told[0][0])
+            assert same(level, results[0][0])
 
 
 def test_weights_count_over_all_copies():
@@ -249,24 +249,24 @@ def test_a_dtype_to_reduce_in():
     def run(dp: Any) -> Any:
         return [step(pipe_of("1F1B", dp, reduce_dtype=torch.bfloat16, zero=zero), dp) for zero in range(4)]
 
-    told = on_copies(run)[0]
+    results = on_copies(run)[0]
     _, whole = step(pipe_of("1F1B"))
-    for _, grads in told:
-        assert same(grads, told[0][1])
+    for _, grads in results:
+        assert same(grads, results[0][1])
         assert not near(grads, whole)
         assert near(grads, whole, 1e-2)
         assert all(leaf.dtype == torch.float32 for leaf in optree.tree_leaves(grads))
 
 
 def test_a_dtype_to_accumulate_in():
-    told = on_copies(lambda dp: [step(pipe_of("1F1B", dp, accumulate=torch.float64, zero=z), dp) for z in range(4)])
-    assert all(same(level, told[0][0]) for level in told[0])
-    assert all(leaf.dtype == torch.float64 for leaf in optree.tree_leaves(told[0][3][1]))
+    results = on_copies(lambda dp: [step(pipe_of("1F1B", dp, accumulate=torch.float64, zero=z), dp) for z in range(4)])
+    assert all(same(level, results[0][0]) for level in results[0])
+    assert all(leaf.dtype == torch.float64 for leaf in optree.tree_leaves(results[0][3][1]))
 
 
 def test_dropout_is_that_of_one_pipeline_with_all_microbatches():
-    told = on_copies(lambda dp: step(pipe_of("1F1B", dp, fn=dropped, seed=3, zero=3), dp))
-    assert near(told[0], step(pipe_of("1F1B", fn=dropped, seed=3)))
+    results = on_copies(lambda dp: step(pipe_of("1F1B", dp, fn=dropped, seed=3, zero=3), dp))
+    assert near(results[0], step(pipe_of("1F1B", fn=dropped, seed=3)))
 
 
 @pytest.mark.parametrize("zero", [0, 3])
@@ -288,14 +288,14 @@ def test_leaves_that_each_copy_has_for_itself(zero: int):
     def run(dp: Any) -> Any:
         return step(pipe_of("1F1B", dp, zero=zero, own=["*.b"]), dp)
 
-    told = on_copies(run)
+    results = on_copies(run)
     both = [step(fpipe.pipeline([block] * 2, "1F1B", loss=squared, microbatches=MICROBATCHES, group=fpipe.local(2)), g)
             for g in on_copies(lambda dp: dp)]  # fmt: skip
-    for (_, mine), (_, alone) in zip(told, both, strict=True):
+    for (_, mine), (_, alone) in zip(results, both, strict=True):
         for stage in range(2):
             assert torch.equal(mine[stage]["b"], alone[stage]["b"] / 2)
-            assert same(mine[stage]["w1"], told[0][1][stage]["w1"])
-    assert not same(told[0][1][0]["b"], told[1][1][0]["b"])
+            assert same(mine[stage]["w1"], results[0][1][stage]["w1"])
+    assert not same(results[0][1][0]["b"], results[1][1][0]["b"])
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
@@ -313,11 +313,11 @@ def test_forward_alone_and_pullbacks(zero: int):
         assert same(first, grads)
         return value, pipe.unshard(grads), dx
 
-    told = on_copies(run)
+    results = on_copies(run)
     pipe = pipe_of("Interleaved1F1B")
     value, (grads, dx) = fpipe.value_and_grad(pipe, (0, 1))(network(4), *batch())
-    assert near(told[0][:2], (value, grads))
-    assert near(torch.cat([told[0][2], told[1][2]]), dx)
+    assert near(results[0][:2], (value, grads))
+    assert near(torch.cat([results[0][2], results[1][2]]), dx)
 
 
 # ---- plans and bytes ------------------------------------------------------------------------------------------------
@@ -500,7 +500,7 @@ def test_parts_make_the_whole(parts: int, limit: int):
 
 
 # ---- mistakes -------------------------------------------------------------------------------------------------------
-def test_mistakes_are_told():
+def test_mistakes_are_reported():
     with pytest.raises(fpipe.StageError, match="zero=2 needs copies"):
         pipe_of("1F1B", zero=2)
     with pytest.raises(fpipe.StageError, match="zero=4; 0 keeps everything whole"):
@@ -532,7 +532,7 @@ def test_nothing_is_left_in_the_registers():
         assert same(*on_copies(lambda dp: step(pipe_of("ZBV", dp, zero=3), dp)))
 
 
-def test_copies_that_differ_are_told():
+def test_copies_that_differ_are_reported():
     def run(dp: Any) -> None:
         step(pipe_of("1F1B", dp, zero=2 * dp.here[0]), dp)
 

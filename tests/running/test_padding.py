@@ -83,7 +83,7 @@ def test_arguments_are_left_alone_and_whole_lengths_are_not_copied():
     assert isinstance(made, fpipe.Microbatches)
 
 
-def test_lengths_are_told_by_what_must_be_a_sequence():
+def test_lengths_are_reported_by_what_must_be_a_sequence():
     ids, row = torch.ones(2, 9, dtype=torch.long), torch.ones(2, 1)
     for other in (row, torch.ones(2, 3, 4, 4), torch.ones(2, 16)):  # a number a row, an image, features
         (made,), _ = fpipe.pad([{"another": other, "input_ids": ids, "log_probs": torch.ones(2, 9)}], 4)

@@ -261,7 +261,7 @@ def test_a_tensor_without_axes_is_the_same_for_every_microbatch(params: list[Ten
     (lambda: fpipe.local(devices=["cpu", "cuda:99"]), fpipe.GroupError, "device 'cuda:99' is not available"),
     (lambda: fpipe.local(devices=["gpu"]), fpipe.GroupError, "'gpu' is not a device; name a type"),
 ])  # fmt: skip
-def test_what_cannot_be_is_told_before_anything_runs(make: Any, raised: type[Exception], said: str):
+def test_what_cannot_be_is_reported_before_anything_runs(make: Any, raised: type[Exception], said: str):
     with pytest.raises(raised, match=said):
         make()
 
@@ -455,7 +455,7 @@ def test_frozen_leaves_get_none_and_cost_nothing(x: Tensor, t: Tensor):
     assert not any(word.startswith(("0", "1")) for word in backwards), "a frozen stage below all others ran backward"
 
 
-def test_a_frozen_pattern_that_fits_nothing_is_told(params: list[Tensor], x: Tensor, t: Tensor):
+def test_a_frozen_pattern_that_fits_nothing_is_reported(params: list[Tensor], x: Tensor, t: Tensor):
     with pytest.raises(fpipe.StageError, match=r"frozen='9\.norm' matches no leaf"):
         fpipe.grad(piped(frozen=["9.norm"]))(params, x, t)
 

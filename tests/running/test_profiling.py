@@ -77,7 +77,7 @@ def test_costs_of_actions_and_messages():
     assert price.comm == (0.0,) and price.receive == (13.5,)
 
 
-def test_receiving_is_told_from_the_way_where_a_message_lay_waiting():
+def test_receiving_is_distinguished_from_a_message_that_had_arrived():
     """Three waits of 5 for a message under way, and three of 2 for one that lay there."""
     sent = [did("SEND", f"0F{m}", 100 * m, 100 * m + 1, peer=1, number=m, nbytes=8) for m in range(6)]
     asked = [*(100 * m - 50 for m in range(3)), *(100 * m + 50 for m in range(3, 6))]
@@ -226,9 +226,9 @@ def test_on_fake_ranks_each_has_the_whole_picture():
         return profiled.timeline.total, differences(group)
 
     for order in ("buffered", "lockstep"):
-        told = fpipe.testing.run(program, 3, order=order)
-        assert len({total for total, _ in told}) == 1
-        assert told[0][1] == [0.0, 0.0, 0.0], "threads of one process have one clock"
+        results = fpipe.testing.run(program, 3, order=order)
+        assert len({total for total, _ in results}) == 1
+        assert results[0][1] == [0.0, 0.0, 0.0], "threads of one process have one clock"
 
 
 class Far:
@@ -264,7 +264,7 @@ def test_clocks_of_other_machines_are_set_right():
     assert [each.end for each in theirs.did] == pytest.approx([each.end for each in BY_HAND[1].did], abs=0.01)
 
 
-def test_ranks_that_ran_differently_are_told():
+def test_ranks_that_ran_differently_are_reported():
     with pytest.raises(FpipeError, match=r"a different number of times .*rank 0: 1, rank 1: 2"):
         gathered(Far([BY_HAND[1]] * 2), {0: [BY_HAND[0]]})  # type: ignore[arg-type]
 

@@ -60,7 +60,7 @@ def test_rule_place_and_remedy(text: str, rule: str, rank: int, position: int, s
     assert lines[window + 1][start : start + len(cell)] == "^" * len(cell)
 
 
-def test_a_circle_is_told_rank_by_rank() -> None:
+def test_a_circle_is_reported_rank_by_rank() -> None:
     assert str(refusal("[0F0, 0B0, 0F1, 0B1]\n[1F0, 1F1, 1B0, 1B1]")) == (
         "rank 0, position 1 (0B0): ranks 0, 1 wait for each other in a circle; on one of them, move what is waited for "
         "before what waits\n"
@@ -73,7 +73,7 @@ def test_a_circle_is_told_rank_by_rank() -> None:
     )
 
 
-def test_a_circle_of_many_ranks_is_told_in_part() -> None:
+def test_a_circle_of_many_ranks_is_reported_in_part() -> None:
     """Every rank runs its second chunk before its first, and so waits for the rank before it."""
     rows = [[Action(s, op, 0) for s, op in ((64 + r, "F"), (r, "F"), (64 + r, "B"), (r, "B"))] for r in range(64)]
     with pytest.raises(ScheduleError, match=r"ranks 0, 63, 62, 61, 60, 59, \.\.\. wait for each other") as caught:
@@ -248,7 +248,7 @@ MUTATIONS = 20_000
 
 def test_checker_and_oracle_agree_on_every_mutation() -> None:
     draw = random.Random(2024)
-    told = {True: 0, False: 0}
+    answers = {True: 0, False: 0}
     for schedule in SMALL:
         assert passes(schedule.rows, schedule.placement, schedule.microbatches)
         assert runs(schedule.rows, schedule.placement, schedule.microbatches)
@@ -260,8 +260,8 @@ def test_checker_and_oracle_agree_on_every_mutation() -> None:
                 mutate(rows, draw)
         truth = runs(rows, schedule.placement, schedule.microbatches)
         assert passes(rows, schedule.placement, schedule.microbatches) == truth, Schedule.__str__(schedule)
-        told[truth] += 1
-    assert min(told.values()) > MUTATIONS // 20, told  # both answers come up
+        answers[truth] += 1
+    assert min(answers.values()) > MUTATIONS // 20, answers  # both answers come up
 
 
 @st.composite

@@ -149,10 +149,10 @@ def test_plain_text_names_every_action_in_order(name: str):
     assert text.isascii()
     assert "\x1b" not in text
     for rank, cells in lanes(text, 4).items():
-        told = [str(part) for span in t.of_rank(rank) for part in span.action.parts]
+        names = [str(part) for span in t.of_rank(rank) for part in span.action.parts]
         if t.placement.stages == t.ranks and "0F0" not in text:
-            told = [name[1:] for name in told]
-        assert re.findall(r"\d*[FBIW]\d+", cells) == told
+            names = [name[1:] for name in names]
+        assert re.findall(r"\d*[FBIW]\d+", cells) == names
 
 
 @pytest.mark.parametrize("color", [False, True])
@@ -170,12 +170,12 @@ def test_sixteen_ranks_and_sixty_four_microbatches_can_be_read(name: str, stages
     t = timeline(name, 16, 64)
     assert t.placement.stages == stages
     for rank, cells in lanes(pictures.draw(t, width=120, color=False), 16).items():
-        told = [
+        names = [
             f"{a.op}{a.microbatch}" if a.stage < 16 else f"{a.op}{a.microbatch}".lower()
             for a in (span.action for span in t.of_rank(rank))
             if isinstance(a, Action)
         ]
-        assert re.findall(r"[FBIWfbiw]\d+", cells) == told
+        assert re.findall(r"[FBIWfbiw]\d+", cells) == names
 
 
 def test_columns_are_times():
@@ -224,7 +224,7 @@ def test_several_timelines_share_one_axis():
 
 
 # ---- scenes ---------------------------------------------------------------------------------------------------------
-def test_few_seconds_are_told_in_smaller_units():
+def test_few_seconds_are_reported_in_smaller_units():
     spans = [(0, Action(0, "F", 0), 5.0, 5.0125), (0, Action(0, "B", 0), 5.0125, 5.025)]
     (scene,) = scenes(Timeline.measured(spans, unit="s"))
     assert (scene.unit, scene.total) == ("ms", pytest.approx(25))

@@ -93,7 +93,7 @@ def clock(schedule: Schedule, costs: Costs) -> list[list[tuple[float, float]]]:
 
 
 @pytest.mark.parametrize("case", list(cases(ranks=(1, 2, 4), microbatches=(1, 5, 8))), ids=str)
-def test_equal_to_the_clock_told_a_second_time(case) -> None:
+def test_equal_to_a_second_simulator(case) -> None:
     schedule, draw = case.make(), random.Random(str(case))
 
     def some(count: int) -> list[float]:

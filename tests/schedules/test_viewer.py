@@ -220,9 +220,9 @@ def test_search_finds_marks_and_goes_to_an_action(view: Open):
     assert page.inner_text("#found") == "8 of 8"
     page.press("#query", "Enter")
     assert page.inner_text("#found") == "1 of 8"
-    for text, told in (("3F99", "none"), ("zzz", "like 3F2"), ("", "")):
+    for text, shown in (("3F99", "none"), ("zzz", "like 3F2"), ("", "")):
         page.fill("#query", text)
-        assert page.inner_text("#found") == told
+        assert page.inner_text("#found") == shown
     page.fill("#query", "+-0m")  # no key of the picture is pressed while one types
     assert page.get_attribute("#memory", "aria-pressed") == "true"
     page.press("#query", "Escape")

@@ -126,7 +126,7 @@ def test_a_rate_that_is_text_is_refused():
         T.adamw("0.1")  # type: ignore[arg-type]
 
 
-def test_misfit_trees_are_told():
+def test_misfit_trees_are_reported():
     tx = T.adamw(0.1)
     params = [{"w": torch.ones(1)}, None]
     state = tx.init(params)
@@ -178,7 +178,7 @@ def test_misfit_trees_are_told():
         (lambda: T.masked(T.identity(), [True]).init([torch.ones(1)] * 2), "labels do not fit"),
     ],
 )
-def test_mistakes_are_told(make: Callable[[], Any], words: str):
+def test_mistakes_are_reported(make: Callable[[], Any], words: str):
     with pytest.raises(TransformError, match=words):
         make()
 

@@ -28,7 +28,7 @@ ELSEWHERE = {"rl_engine": "test_trainers.py"}
 #: example -> steps after which the loss has fallen
 SMALL = {"slices": 30, "quickstart": 6, "module": 12, "contrastive": 6, "meta": 12}
 #: those that take arguments
-TOLD = ("moe", "zero")
+EXPLAINED = ("moe", "zero")
 
 
 def load(name: str) -> ModuleType:
@@ -63,7 +63,7 @@ def test_a_killed_run_resumes_with_the_same_losses(tmp_path: Path, capsys: pytes
     assert "largest difference of logits: 0.0" in printed
 
 
-@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("name", EXPLAINED)
 def test_loss_falls_in_one_process(name: str):
     losses = load(name).main(["--steps", "8"])
     assert losses[-1] < losses[0]
@@ -158,7 +158,7 @@ def test_train_prints_the_same_to_the_last_digit_under_torchrun(capfd: pytest.Ca
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.name)
-def test_short_told_and_run(path: Path):
+def test_is_short_and_is_run(path: Path):
     """Under a hundred lines, a docstring that states the command, and a test that runs it."""
     text = path.read_text(encoding="utf-8")
     assert text.count("\n") < 100
@@ -167,7 +167,7 @@ def test_short_told_and_run(path: Path):
     if main != path.stem:
         assert f"from {path.stem} import" in (EXAMPLES / f"{main}.py").read_text(encoding="utf-8")
     tests = (Path(__file__).parent / ELSEWHERE.get(main, "test_examples.py")).read_text(encoding="utf-8")
-    assert main in (*SMALL, *TOLD) or f'load("{main}").main' in tests or f"from {main} import" in tests
+    assert main in (*SMALL, *EXPLAINED) or f'load("{main}").main' in tests or f"from {main} import" in tests
 
 
 def test_notebook_is_short():

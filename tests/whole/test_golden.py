@@ -45,7 +45,7 @@ def test_front_page(golden: Golden, tmp_path: Path):
 @pytest.mark.parametrize(
     "words", [("names",), ("compare", "--ranks", "4", "--microbatches", "8")], ids=lambda words: words[0]
 )
-def test_told(golden: Golden, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
+def test_output(golden: Golden, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
     """What commands print."""
     assert main(words) == 0
     golden(FILES / f"{words[0]}.txt", capsys.readouterr().out)

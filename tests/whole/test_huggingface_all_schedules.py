@@ -33,8 +33,8 @@ def schedules(stages: int) -> Iterator[Case]:
 
 def wrong(family: str, case: Case, group: Any) -> list[str]:
     """What differs from the unsplit model: loss, gradients, and which parameters have a gradient."""
-    told = verdict(group.gather_objects(against_unsplit(family, case, group)), family, case.stages)
-    return [] if told.right else [f"{family} under {case}: {told}"]
+    comparison = verdict(group.gather_objects(against_unsplit(family, case, group)), family, case.stages)
+    return [] if comparison.right else [f"{family} under {case}: {comparison}"]
 
 
 def chosen(family: str, stages: int, long: bool) -> list[Case]:

@@ -182,14 +182,14 @@ def under_fsdp(group: Any) -> Any:
 # ---- all of them, once ----------------------------------------------------------------------------------------------
 def job() -> dict[str, Any]:
     group = fpipe.init(pp=2, tp=2, timeout=60)
-    told = {"tensor": tensor_parallel(group), "dtensor": by_dtensor(group)}
+    results = {"tensor": tensor_parallel(group), "dtensor": by_dtensor(group)}
     group = fpipe.init(pp=2, dp=2, timeout=60)
-    told |= {f"context{zero}": context_parallel(group, zero) for zero in (0, 3)}
-    return told | {"expert": expert_parallel(group), "fsdp": under_fsdp(group)}
+    results |= {f"context{zero}": context_parallel(group, zero) for zero in (0, 3)}
+    return results | {"expert": expert_parallel(group), "fsdp": under_fsdp(group)}
 
 
 @pytest.fixture(scope="module")
-def told() -> list[dict[str, Any]]:
+def results() -> list[dict[str, Any]]:
     return fpipe.launch(job, ranks=4, timeout=110)
 
 
@@ -221,8 +221,8 @@ def close(mine: Any, wanted: Any) -> bool:
 @pytest.mark.xdist_group("axes")
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("kind", ["tensor", "dtensor", "context0", "context3", "expert", "fsdp"])
-def test_gradients_are_those_of_the_unsplit_model(told: list[dict[str, Any]], kind: str, rank: int):
-    value, grads = told[rank][kind]
+def test_gradients_are_those_of_the_unsplit_model(results: list[dict[str, Any]], kind: str, rank: int):
+    value, grads = results[rank][kind]
     wanted_value, wanted = whole(kind.rstrip("03"))
     if kind == "tensor":
         wanted = columns(wanted, rank % 2)

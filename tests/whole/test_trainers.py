@@ -152,8 +152,8 @@ def test_the_engine_has_sixty_lines_and_learns():
 def _rl(group: Any) -> dict[str, Any]:
     engine, (_, _, data) = _engine(64, group=group), _policy()
     made = engine.forward_backward_batch(data, ppo)
-    told = engine.forward_backward_batch(data, forward_only=True)["log_probs"]
-    return {"loss": made["loss"], "metrics": made["metrics"], "grads": engine.grads, "log_probs": told}
+    returned = engine.forward_backward_batch(data, forward_only=True)["log_probs"]
+    return {"loss": made["loss"], "metrics": made["metrics"], "grads": engine.grads, "log_probs": returned}
 
 
 @pytest.mark.xdist_group("trainers")
