@@ -83,7 +83,7 @@ def rounds(group: Any) -> int:
 
 
 def test_a_later_shape_where_each_call_says_it():
-    """With shapes, calls of several sizes alternate; a rank whose shape differs from another's gets an error on all ranks."""
+    """Calls of several sizes alternate. Where the shape of one rank differs, all ranks raise."""
 
     def rank(group: Any) -> Any:
         first, last = group.here == (0,), group.here == (1,)
