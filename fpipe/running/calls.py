@@ -20,7 +20,7 @@ from ..programs.signature import stage_that_runs
 from ..tree import Tree
 from .arguments import Call
 from .config import Config
-from .cotangents import cotangents
+from .cotangents import cotangents, on_replicas
 from .debugging import check_leaks, debugging
 from .feed import Feeder
 from .loop import drive, execute
@@ -52,9 +52,9 @@ def value_and_grad(call: Call, cache: Cache, value: bool = True) -> tuple[Tree, 
         plans, _ = _announced(call, cache)
         with _Reported(call.config):
             results, returned = _run_all(call, plans)
+            loss = _value(call, results, returned) if value else results.leave_loss()
             by_argument = {0: results.param_grads, 1: lambda: _input_grads(results, call)}
             grads = {n: by_argument[n]() for n in call.wanted}
-            loss = _value(call, results, returned) if value else results.leave_loss()
             return loss, tuple(grads[n] for n in call.wanted)
 
 
@@ -80,7 +80,8 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
             )
         _refuse_surrounded()
         try:
-            rows = cotangents(call, [plans.prepared.output(mb) for mb in range(call.number)], dy)
+            units = [plans.prepared.output(mb) for mb in range(call.number)]
+            rows = cotangents(call, units, dy)
             _check_unchanged(_versions(plans, kept[0]) == before)
         except Exception as error:
             refuse(call.config, error)
@@ -89,6 +90,7 @@ def vjp(call: Call, cache: Cache) -> tuple[Tree, Pullback[Any, Any]]:
             regs = {rank: r.copy() for rank, r in kept[0].items()} if retain else kept.pop()
             plans.announce(call, number)
             with _Reported(call.config):
+                rows = on_replicas(call, units, rows)
                 _run(call, plans, regs, lambda feeder, r: feeder.fill_cotangents(r, rows), phase=1)
                 results = Results(plans.layout, regs, call, weights, rows)
                 return results.param_grads(), _input_grads(results, call)

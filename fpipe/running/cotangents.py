@@ -14,6 +14,7 @@ import torch
 
 from .. import tree
 from ..errors import BatchError
+from ..plans.value_graph import spec_of
 from ..tree import AbstractLeaf, AbstractTree, Aval, Tree, contiguous
 from .arguments import Call
 from .microbatches import Microbatches
@@ -61,6 +62,25 @@ def cotangents(call: Call, units: Sequence[AbstractTree], dy: Tree) -> list[Row]
         [_zeros(aval) if leaf is None else leaf for leaf, aval in zip(row, y.leaves, strict=True)]
         for row, y in zip(rows, units, strict=True)
     ]
+
+
+def on_replicas(call: Call, units: Sequence[AbstractTree], rows: list[Row]) -> list[Row]:
+    """The rows of the first rank of the last stage on the others too, where it has replicas on several processes.
+
+    Each of them has all outputs, but runs a part of the microbatches. Every process calls this.
+    """
+    config = call.config
+    ranks = config.placement.ranks_of(config.stages - 1)
+    if len(ranks) < 2 or config.local:
+        return rows
+    here, out = ranks[0] in config.group.here, list[Row]()
+    for row, y in zip(rows, units, strict=True):
+        indices = [index for index, aval in y.avals.items() if aval.grad]
+        given = tuple(leaf for leaf in row if leaf is not None) if here else None
+        shared = config.group.share(given, tuple(spec_of(y.avals[index]) for index in indices), ranks[0])
+        known = dict(zip(indices, shared, strict=True))
+        out.append([known.get(index) for index in range(len(y.leaves))])
+    return out
 
 
 def _whole(slices: Sequence[AbstractTree]) -> AbstractTree:

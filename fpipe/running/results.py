@@ -257,20 +257,27 @@ class Results:
 
     # ---- outputs ------------------------------------------------------------------------------------------------
     def outputs(self) -> list[Tree] | None:
-        """The last stage's outputs by microbatch, as ``outputs=`` says."""
-        here = all(self.path(mb)[-1] in self.group.here for mb in range(self.number))
-        if not here and self.config.outputs == "last":
+        """The last stage's outputs by microbatch, as ``outputs=`` says; all of them on each rank with a replica."""
+        here, shared = self._place_of(self.stages - 1)
+        everywhere = self.config.outputs == "everywhere"
+        if not here and not shared and self.config.outputs == "last":
             return None
-        return list(map(self._output, range(self.number)))
+        rows = [self._output(mb, shared or everywhere, here or everywhere) for mb in range(self.number)]
+        return None if not here and self.config.outputs == "last" else rows
 
-    def _output(self, mb: int) -> Tree:
+    def _place_of(self, stage: int) -> tuple[bool, bool]:
+        """Whether a stage is here, and whether its replicas on several processes have a part of its results each."""
+        replicated = len(self.config.placement.ranks_of(stage)) > 1 and not self.config.local
+        return stage in self.config.here, replicated
+
+    def _output(self, mb: int, shared: bool, wanted: bool) -> Tree:
         y, rank = self.prepared.output(mb), self.path(mb)[-1]
         values: Sequence[torch.Tensor] | None = self._get(
             rank, ((source, mb) for source in self.layout.graph(mb).outputs())
         )
-        if self.config.outputs == "everywhere":
+        if shared:
             values = self._share(values, y.avals.values(), rank)
-        if values is None:
+        if values is None or not wanted:
             values = [torch.zeros(a.shape, dtype=a.dtype, device=self.config.device) for a in y.avals.values()]
         return y.fill(values if self.joins else self.apart(values))
 
@@ -296,21 +303,25 @@ class Results:
         return grad if self.config.copies is None else self.config.copies.divided(grad)
 
     def input_grads(self) -> list[Tree] | None:
-        """The gradient of x by microbatch, on the rank of the first stage; None elsewhere."""
+        """The gradient of x by microbatch, on the ranks of the first stage; None elsewhere."""
+        here, shared = self._place_of(0)
+        if not here and not shared:
+            return None
         out = []
         for mb in range(self.number):
             rank = self.path(mb)[0]
-            if rank not in self.group.here:
-                return None
             x, graph = self.request.kinds[self.request.kind_of[mb]][0], self.layout.graph(mb)
             leaves: list[torch.Tensor | None] = [None] * len(x.leaves)
             for index in x.wanted:
                 source = graph.cotangent(-1, index)
-                grads = None if source is None else self._get(rank, [(source, mb)])
-                dx = self._of_all(grads[0] if grads else torch.zeros_like(self.call.x.rows[mb][index]))
-                leaves[index] = dx if self.joins else self.apart([dx])[0]
+                grads: Sequence[torch.Tensor] | None = None if source is None else self._get(rank, [(source, mb)])
+                if shared and source is not None:
+                    grads = self._share(grads, [x.avals[index]], rank)
+                if here:
+                    dx = self._of_all(grads[0] if grads else torch.zeros_like(self.call.x.rows[mb][index]))
+                    leaves[index] = dx if self.joins else self.apart([dx])[0]
             out.append(tree.unflatten(x.spec, leaves))
-        return out
+        return out if here else None
 
     # ---- state --------------------------------------------------------------------------------------------------
     def states(self) -> list[Tree]:
@@ -325,8 +336,7 @@ class Results:
         ]
 
     def _state(self, stage: int, ranks: Sequence[int]) -> Tree:
-        rank, here = ranks[0], stage in self.config.here
-        replicated = len(ranks) > 1 and not self.config.local
+        rank, (here, replicated) = ranks[0], self._place_of(stage)
         if not here and not replicated:
             return None
         last = [a.microbatch for a in plain(self.request.schedule[rank]) if a.stage == stage and a.op == "F"][-1:]

@@ -83,3 +83,48 @@ def test_a_retained_pullback_gives_the_same_again(schedule: str, engine: Any):
         assert all(map(torch.equal, grads, first[0][0]))
     with pytest.raises(fpipe.StageError, match="called before"):
         pullback(torch.ones_like(y))
+
+
+# ---- stages with replicas -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("order", ["lockstep", "buffered"])
+@pytest.mark.parametrize(("schedule", "stages", "ranks"), [("DualPipe", 4, 4), ("BitPipe", 4, 2)])
+def test_each_rank_with_a_replica_has_all_outputs_and_the_whole_gradient_of_the_input(
+    schedule: str, stages: int, ranks: int, order: Any
+):
+    """Each had those of its microbatches alone, None with outputs="last", and the gradient of the input was lost."""
+    params = [torch.linspace(0.5, 1, 3) + stage for stage in range(stages)]
+    x = torch.linspace(-1, 1, 24).view(8, 3)
+    layer = lambda p, x: torch.tanh(x * p)
+    weight = torch.arange(24.0).view(8, 3)  # of a loss over the whole batch
+    loss = lambda y: (y * weight).square().mean()
+
+    def unsplit() -> tuple[torch.Tensor, list[torch.Tensor]]:
+        leaves = [leaf.clone().requires_grad_() for leaf in (x, *params)]
+        y = leaves[0]
+        for p in leaves[1:]:
+            y = layer(p, y)
+        return y.detach(), list(torch.autograd.grad(loss(y), leaves))
+
+    def rank(group: Any, outputs: Any) -> Any:
+        pipe = fpipe.pipeline([layer] * stages, schedule, microbatches=4, group=group, outputs=outputs)
+        y, pullback = fpipe.vjp(pipe, pipe.place(params), x)
+        assert all(map(torch.equal, [y] if y is not None else [], [pipe(pipe.place(params), x)]))
+        by_value = fpipe.pipeline(
+            [layer] * stages, schedule, microbatches=4, group=group, loss=lambda y: y.sum(), reduction="sum"
+        )
+        two = fpipe.grad(by_value, argnums=1)(pipe.place(params), x), pullback(torch.ones_like(x), retain=True)[1]
+        assert two == (None, None) if 0 not in pipe.here else torch.equal(*two)
+        dy = torch.func.grad(loss)(y) if group.rank == pipe.output_rank else None
+        return stages - 1 in pipe.here, 0 in pipe.here, y, *pullback(dy)
+
+    true, (true_dx, *true_grads) = unsplit()
+    for outputs in ("zeros", "everywhere", "last"):
+        for last, first, y, grads, dx in fpipe.testing.run(lambda g, o=outputs: rank(g, o), ranks, order=order):
+            if last or outputs == "everywhere":
+                torch.testing.assert_close(y, true)
+            else:
+                assert y is None if outputs == "last" else not y.any()
+            assert (dx is None) == (not first)
+            for grad, other in zip([dx, *grads], [true_dx, *true_grads], strict=True):
+                if grad is not None:
+                    torch.testing.assert_close(grad, other)
