@@ -78,13 +78,15 @@ def torch_step(
     return step
 
 
-def copying(params: Any, grads: Any) -> Callable[[], object]:
+def copying(params: Any, grads: Any, steps_too: bool) -> Callable[[], object]:
     """The least that new parameters and state cost with torch's kernels: three lists are copied, then stepped."""
     kept = [[leaf.clone() for leaf in flat(params)] for _ in range(3)]
     gs, one, steps = flat(grads), torch.ones(()), [torch.ones(())] * (2 * LAYERS)
 
     def step() -> None:
         kept[:] = [list(torch._foreach_mul(xs, one)) for xs in kept]
+        if not steps_too:
+            return
         ps, ms, vs = kept
         torch._fused_adamw_(
             ps, gs, ms, vs, [], steps,
@@ -110,7 +112,8 @@ def families(side: int) -> dict[str, dict[str, tuple[Callable[[], object], float
         "adamw": {
             "torch fused": (torchs(fused), None),
             "torch foreach": (torchs(partial(torch.optim.AdamW, lr=3e-4, foreach=True)), None),
-            "torch copies, then fused": (copying(params, grads), None),
+            "torch copies alone": (copying(params, grads, False), None),
+            "torch copies, then fused": (copying(params, grads, True), None),
             "fpipe donate": (given(adam), 1.15),
             "fpipe": (kept(adam), 1.6),
             "fpipe update, apply": (updater(adam(), copied(params), grads), None),

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch import Tensor
 from ..collectives.group import Group
 from ..errors import TransformError
 from ..plans.sharding import Copies
-from ..tree import Tree, leaves
+from ..tree import NAMESPACE, Tree
 
 #: Devices that have float64; elsewhere boards are float32.
 DOUBLE_DEVICES = ("cpu", "cuda")
@@ -107,7 +108,8 @@ def board_device(tree: Tree, over: Over | None) -> torch.device:
     """The device on which this process reduces."""
     if over is not None:
         return over.group.device(over.group.here[0])
-    return next((leaf.device for leaf in leaves(tree) if isinstance(leaf, Tensor)), torch.device("cpu"))
+    every = optree.tree_iter(tree, namespace=NAMESPACE)  # no list: the first leaf will do
+    return next((leaf.device for leaf in every if isinstance(leaf, Tensor)), torch.device("cpu"))
 
 
 def wide(device: torch.device) -> torch.dtype:
