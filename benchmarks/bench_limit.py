@@ -15,95 +15,23 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 import fpipe
+from benchmarks.alone import Alone, programs
 from benchmarks.bench_torch import SCHEDULES, SIZES, asking, make, stage
 from benchmarks.borders import PARTS, Borders
 from benchmarks.command import save
 from benchmarks.measure import begin
 from benchmarks.stages import square
 from fpipe.plans.value_graph import spec_of
-from fpipe.running.calls import value_and_grad
-from fpipe.running.loop import WATCH
-from fpipe.running.profile.profiling import Measuring, whole
-from fpipe.schedules.actions import plain
+from fpipe.running.profile.profiling import Measuring
 
 MESSAGES = 20
 #: Steps in a row after one that does not count; the programs alone run as often, in the order of a step.
 STEPS = {"small": 10, "medium": 2}
-
-
-class Alone:
-    """The programs of the stages here on the values of a real step, with nothing around them."""
-
-    def __init__(self, pipe: fpipe.Pipeline, params: Any, x: Any, t: Any):
-        alone = pipe.under(whole(pipe.schedule(x.shape[0])))
-        call = alone.call("grad", params, x, (t,), {})
-        (lowered,) = alone.cache.plans_for(call).prepared.inputs.values()
-        self.kinds, self.top = lowered.kinds[0], pipe.stages - 1
-        self.row = list(plain(pipe.schedule(x.shape[0])[pipe.group.rank]))
-        self.values: dict[int, dict[str, Any]] = {}
-        self.times: dict[tuple[str, int], list[float]] = {}
-        before = WATCH.set(self._watch)
-        try:
-            value_and_grad(call, alone.cache)
-        finally:
-            WATCH.reset(before)
-
-    def _watch(self, bound: Any, steps: Sequence[Any], first: int) -> Sequence[Any]:
-        return [self._noting(step, ins) for step, ins in zip(steps, bound.plan.instructions, strict=True)]
-
-    def _noting(self, step: Callable[[Any], Any], ins: Any) -> Callable[[Any], Any]:
-        """Keep what programs of the first microbatch read."""
-        if ins.program is None or ins.action.microbatch:
-            return step
-        loss = self.kinds.loss
-        index = self.top + 1 if loss is not None and ins.program in (loss.f, loss.b) else ins.action.stage
-
-        def noting(r: Any) -> Any:
-            known = self.values.setdefault(index, {})
-            known.update(zip(ins.program.inputs, [r.slots[slot] for slot in ins.reads], strict=True))
-            return step(r)
-
-        return noting
-
-    def round(self, counts: bool) -> None:
-        """Run the programs of every action of the rank here in their order, as a step does, and nothing else."""
-        took: dict[tuple[str, int], list[float]] = {}
-        for action in self.row:
-            took.setdefault((action.op, action.stage), []).append(self._action(action.op, action.stage))
-        for key, times in took.items() if counts else ():
-            self.times.setdefault(key, []).append(statistics.mean(times))
-
-    def seconds(self) -> float:
-        """The median time of the programs of a step."""
-        medians = {key: statistics.median(times) for key, times in self.times.items()}
-        return sum(medians[action.op, action.stage] for action in self.row)
-
-    def _action(self, letter: str, index: int) -> float:
-        loss, own = self.kinds.loss, self.kinds.programs[index]
-        if index != self.top or loss is None or letter == "W":
-            loss = None
-        if letter == "F":
-            return self._run(own, own.f, index) + (0.0 if loss is None else self._run(loss, loss.f, self.top + 1))
-        seconds = 0.0 if loss is None else self._run(loss, loss.b, self.top + 1)
-        return seconds + self._run(own, own.i if letter == "I" else own.adding(letter), index)
-
-    def _run(self, own: Any, program: Any, index: int) -> float:
-        known = self.values[index]
-        for name in program.inputs:
-            if name not in known and name[0] == "g" and name[1:].isdigit():
-                known[name] = torch.zeros_like(known[f"p{name[1:]}"])
-        box = [known[name] for name in program.inputs]
-        start = time.perf_counter()
-        out = program.run(box)
-        took = time.perf_counter() - start
-        known.update(zip(program.outputs, out, strict=True))
-        return took
 
 
 def one_way(group: Any, rank: int, pair: tuple[int, int], spec: Any) -> float | None:
@@ -179,20 +107,18 @@ def rows(
     alone: Alone, measuring: Measuring, profiled: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """The figures of one schedule, by all ranks' times."""
-    told = group.gather_objects((walls, {key: statistics.median(times) for key, times in alone.times.items()}, ways))
-    by_op = {key: value for _, times, _ in told for key, value in times.items()}
-    stages = range(pipe.stages)
-    programs = {op: tuple(by_op.get((op, index), 0.0) for index in stages) for op in "FBIW"}
-    bare = fpipe.Costs(**programs, comm=statistics.median(told[0][2]), unit="s")
+    every = group.gather_objects((walls, ways))
+    by_op = programs(pipe, alone)
+    bare = fpipe.Costs(**by_op, comm=statistics.median(every[0][1]), unit="s")
     price = measuring.costs()
-    wall = statistics.median(map(max, zip(*(walls for walls, _, _ in told), strict=True)))
+    wall = statistics.median(map(max, zip(*(walls for walls, _ in every), strict=True)))
     limit, predicted = profiled.simulate(bare).total, profiled.simulate(price).total
     total = statistics.median(totals)
     return {
         "schedule": name, "size": size, "ranks": group.size, "limit ms": 1e3 * limit, "step ms": 1e3 * wall,
         "actions ms": 1e3 * total, "predicted ms": 1e3 * predicted, "step / limit": wall / limit,
         "predicted / step": predicted / wall, "predicted / actions": predicted / total,
-        "message us": 1e6 * bare.comm, "costs": json.loads(price.to_json()), "programs": programs,
+        "message us": 1e6 * bare.comm, "costs": json.loads(price.to_json()), "programs": by_op,
     }  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from torch.nn.functional import gelu, layer_norm, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
+from benchmarks.alone import Alone, programs
 from benchmarks.command import options, save
 from benchmarks.measure import begin
 from benchmarks.stages import square
@@ -177,6 +178,7 @@ def _one(name, group, rank, ranks, size, microbatches, rounds):
             dist.all_reduce(took, op=dist.ReduceOp.MAX)
             if i >= 3:
                 times[who].append(took.item())
+    bare = _bare(pipe, placed, x, t, rounds) if os.environ.get(SWITCH) == "0" else None
     peaks = {}
     for who in ("fpipe", "torch"):  # the second step of a fresh start: whatever a library keeps is counted
         with Bytes() as counter:
@@ -195,7 +197,18 @@ def _one(name, group, rank, ranks, size, microbatches, rounds):
     return {"schedule": name, "size": size, "ranks": ranks, "microbatches": microbatches,
             "fpipe ms": 1e3 * statistics.median(times["fpipe"]), "torch ms": 1e3 * statistics.median(times["torch"]),
             "ratio": ratio, "fpipe bytes": peaks["fpipe"], "torch bytes": peaks["torch"],
-            "plan bytes": plan.item()}  # fmt: skip
+            "plan bytes": plan.item(), **({} if bare is None else {"programs ms": 1e3 * bare})}  # fmt: skip
+
+
+def _bare(pipe, placed, x, t, rounds) -> float:
+    """The seconds of a step whose messages take no time: the schedule, with the times of the programs alone."""
+    alone = Alone(pipe, placed, x, t)
+    with torch.no_grad():
+        for _ in range(rounds):
+            begin(pipe.group)
+            for counts in (False, True):
+                alone.round(counts)
+    return pipe.schedule(x.shape[0]).simulate(fpipe.Costs(**programs(pipe, alone), unit="s")).total
 
 
 def _timed(step, group) -> float:
