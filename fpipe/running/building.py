@@ -58,6 +58,7 @@ def pipeline(
     dp: Group | None = None, zero: int = 0, reduce_dtype: torch.dtype | None = None, bucket_bytes: int = 1 << 25,
     unsharded: int = 2, own: Sequence[str] = (), dp_reduction: Literal["mean", "sum"] | None = None,
     memory: float | str | None = None, costs: Costs | None = None, slices: int | None = None,
+    capture: bool = False,
 ) -> Pipeline[Any, Any]:  # fmt: skip
     """A function of ``(params, x, *targets)`` from stages, a schedule and a loss.
 
@@ -116,6 +117,10 @@ def pipeline(
         slices: into how many equal slices the second axis of every microbatch, that of the sequence, is cut; a stage
             with ``carry=True`` passes something from each slice to the next. A named schedule is made with as many.
             None: the number of the schedule, or one.
+        capture: record the steps of ``value_and_grad`` and ``grad`` as one graph of kernels for each signature, and
+            start it in later steps, with the same bits: for stages so small that starting kernels takes longer than
+            they run. All ranks are in this process on one GPU. The memory of a graph stays allocated; arguments that
+            move in memory are copied in each step. A step that cannot be recorded runs without, with a warning.
 
     Returns:
         A ``Pipeline``.
@@ -157,7 +162,7 @@ def pipeline(
             None if dp is None else as_group("dp", dp), zero, reduce_dtype, bucket_bytes, unsharded,
             _mean(reduction, dp_reduction), patterns("own", own),
         ),
-        sliced=slices,
+        sliced=slices, capture=capture,
     ))  # fmt: skip
 
 

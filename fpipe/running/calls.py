@@ -17,13 +17,14 @@ from ..programs.autocast import without_autocast
 from ..programs.eager.autograd_split import retaining
 from ..programs.internals import transforming, versions
 from ..programs.signature import stage_that_runs
+from ..stage import Stage
 from ..tree import Tree
 from .arguments import Call
 from .config import Config
 from .cotangents import cotangents, on_replicas
 from .debugging import check_leaks, debugging
 from .feed import Feeder
-from .loop import drive, execute
+from .loop import WATCH, drive, execute
 from .microbatches import gradients, joined
 from .plan_cache import Cache, CachedPlans, refused
 from .registers import Registers
@@ -136,6 +137,25 @@ def _refuse_surrounded() -> None:
             f"a plan cannot run inside {where}, which would not see its gradients; call the pipeline, fpipe.grad or "
             "fpipe.value_and_grad there, or torch.func's transforms of them"
         )
+
+
+def observed() -> bool:
+    """Whether somebody watches single instructions: they must run."""
+    return WATCH.get() is not None or debugging()
+
+
+def unrecordable(call: Call, cache: Cache) -> str:
+    """The reason why steps like this call cannot be recorded, or nothing."""
+    if call.each is not None:
+        return "each= is a function of Python that every step calls"
+    every = (*call.config.functions, call.config.loss)
+    eager = next((stage for stage in every if isinstance(stage, Stage) and stage.engine == "eager"), None)
+    if eager is not None:
+        return f'{eager.label} has engine="eager", whose Python runs in every step'
+    plans = cache.plans_for(call).prepared.plans.values()
+    programs = (ins.program for plan in plans for ins in plan.instructions)
+    random = next((program for program in programs if program is not None and program.random), None)
+    return "" if random is None else f"{random.stage or 'a stage'} draws random numbers"
 
 
 # ---- running --------------------------------------------------------------------------------------------------------

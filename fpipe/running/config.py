@@ -29,6 +29,7 @@ from ..schedules.text import counted
 from ..stage import MISSING, Elsewhere, Stage, patterns
 from ..tree import Tree
 from .auto import Auto
+from .capture import check
 from .reduction import Reduction, Weighted
 
 Outputs: TypeAlias = Literal["zeros", "everywhere", "last"]
@@ -56,6 +57,7 @@ class Config:
     overlap: Overlap = field(default_factory=Overlap)
     copies: Copies | None = None
     sliced: int | None = None
+    capture: bool = False
 
     def __post_init__(self) -> None:
         if self.sliced is not None and (type(self.sliced) is not int or self.sliced < 1):
@@ -73,6 +75,8 @@ class Config:
         if self.accumulate is not None and not getattr(self.accumulate, "is_floating_point", False):
             raise StageError(f"accumulate={self.accumulate!r}; give a floating dtype, such as torch.float32")
         check_seed(self.seed)
+        if self.capture:
+            check(self.group, self.copies is not None)
         for name in {name for names in self.sides for name in names} & RESERVED:
             raise StageError(f"{name!r} cannot be a side input, since a call has an argument of that name; rename it")
 

@@ -114,17 +114,23 @@ def value_and_grad(
     (tensor(18.), ['0: 6, 6', '1: 18, 30'])
     """
     wanted = _wanted(pipe, argnums)
+    config, cache = pipe.config, pipe.cache
 
     def call(params: Sequence[Tree], x: Tree, *targets: Tree, seed: int | None = None, loss_scale: Any = None,
              _value: bool = True, **side: Tree) -> Any:  # fmt: skip
-        call = pipe.call(
-            "grad", params, x, targets, side, seed=seed, wanted=wanted, has_aux=has_aux, each=each,
-            loss_scale=loss_scale,
+        prepare = lambda params, x, targets, side, scale: pipe.call(
+            "grad", params, x, targets, side, seed=seed, wanted=wanted, has_aux=has_aux, each=each, loss_scale=scale,
         )  # fmt: skip
+        args = params, x, targets, side, loss_scale
+        call = prepare(*args)
         if calls.surrounded():
             value, grads = nested.value_and_grad(call, x)
+        elif config.capture and not calls.observed():
+            key = call.signature(), _value, loss_scale if isinstance(loss_scale, float) else None
+            step = lambda *args: calls.value_and_grad(prepare(*args), cache, _value)
+            value, grads = cache.graphs.run(key, config.device, args, step, lambda: calls.unrecordable(call, cache))
         else:
-            value, grads = calls.value_and_grad(call, pipe.cache, _value)
+            value, grads = calls.value_and_grad(call, cache, _value)
         return value, grads[0] if isinstance(argnums, int) else grads
 
     return call

@@ -393,7 +393,7 @@ class Pipeline(Generic[Y, R]):
         """
         call = Call.of(self.config, "vjp" if self.config.loss is None else "grad", params, x, targets, side)
         with self.config.claim:
-            return Plans(self.cache.plans_for(call).prepared)
+            return Plans(self.cache.plans_for(call).prepared, self.config.capture)
 
 
 __all__ = ["Pipeline"]

@@ -18,6 +18,7 @@ from ..errors import BatchError
 from ..plans.sharding import Shares
 from ..programs.spent import Spent, measured
 from .arguments import Call, Offers
+from .capture import Graphs
 from .config import Config
 from .facts import facts, of_call, shared
 from .feed import Feeder
@@ -83,6 +84,7 @@ class Cache:
     def __init__(self, shares: Shares | None = None, agreed: bool = False):
         self.plans: dict[tuple[Any, ...], CachedPlans] = {}
         self.shares, self.agreed = shares, agreed
+        self.graphs = Graphs()
         self.modes: dict[bool, tuple[Config, Cache]] = {}  # of the same pipeline in training and in evaluation
 
     def in_mode(self, config: Config, training: bool) -> tuple[Config, Cache]:

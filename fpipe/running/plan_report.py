@@ -14,10 +14,15 @@ from .prepare import Prepared
 
 
 class Plans:
-    """The plans of the ranks of this process, by rank; ``peak`` is the peak memory of each in bytes."""
+    """The plans of the ranks of this process, by rank; ``peak`` is the peak memory of each in bytes.
 
-    def __init__(self, prepared: Prepared):
+    With ``capture=True``, ``graph`` are the bytes that the graph of a step keeps allocated at most: those of the ranks,
+    copies of the arguments, and the results.
+    """
+
+    def __init__(self, prepared: Prepared, captured: bool = False):
         self.by_rank = prepared.plans
+        self.graph = _held_by_a_graph(prepared) if captured else None
         self.peak = {rank: plan.peak for rank, plan in self.by_rank.items()}
         self._inputs = prepared.inputs
 
@@ -55,7 +60,8 @@ class Plans:
     def __str__(self) -> str:
         plans = [plan for _, plan in sorted(self.by_rank.items())]
         rows = [f"{p.rank:4d}  {len(p.instructions):12d}  {p.slots:5d}  {p.peak:10,d}" for p in plans]
-        return "\n".join(["rank  instructions  slots  peak bytes", *rows, "", *map(str, plans)])
+        graph = [] if self.graph is None else [f"its graph keeps {self.graph:,} bytes allocated at most"]
+        return "\n".join(["rank  instructions  slots  peak bytes", *rows, *graph, "", *map(str, plans)])
 
     __repr__ = __str__
 
@@ -65,3 +71,19 @@ class Plans:
         head = "rank", "instructions", "slots", "peak bytes"
         rows = [(plan.rank, len(plan.instructions), plan.slots, f"{plan.peak:,}") for plan in plans]
         return pictures.table(head, rows) + "".join(map(pictures.titled, map(str, plans)))
+
+
+def _held_by_a_graph(prepared: Prepared) -> int:
+    """The peaks of all ranks, which share one device, copies of the arguments, and gradients."""
+    request = prepared.request
+    params = [tree for tree in request.params if tree is not None]
+    states = [tree for tree in request.states if tree is not None]
+    batch = [
+        tree
+        for kind in request.kind_of
+        for x, targets, sides in [request.kinds[kind]]
+        for tree in (x, *targets, *sides)
+    ]
+    arguments = sum(aval.nbytes for tree in (*params, *states, *batch) for aval in tree.avals.values())
+    gradients = sum(aval.nbytes for tree in params for aval in tree.avals.values() if aval.grad)
+    return sum(plan.peak for plan in prepared.plans.values()) + arguments + gradients

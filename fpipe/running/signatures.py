@@ -56,6 +56,7 @@ class Options(TypedDict, total=False):
     memory: float | str | None
     costs: Costs | None
     slices: int | None
+    capture: bool
 
 
 class ParamGrads(Protocol[V]):
