@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from threading import RLock
 from typing import Any, TypeAlias
 
@@ -22,9 +23,13 @@ from ..errors import StageError
 
 #: A step without a graph, as a function of the arguments of its call.
 Step: TypeAlias = Callable[..., Any]
+#: The same as a function of the tensors among them.
+TensorStep: TypeAlias = Callable[[Sequence[torch.Tensor]], Any]
 
 #: The classes of tensors whose memory is one piece.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+#: Held for a step: graphs of one device read memory that each step writes, and threads start them.
+_LOCK = RLock()
 #: How many signatures have a graph, each with memory of its own.
 KEPT = 4
 #: After so many recordings of one signature every argument is copied.
@@ -43,44 +48,47 @@ def check(group: Group, copies: bool) -> None:
         )
 
 
+@dataclass(frozen=True, eq=False)
 class Graph:
-    """The steps of one signature."""
+    """The steps of one signature: nothing yet, or a recorded step.
 
-    def __init__(self, device: torch.device, record: graphs.Record):
-        self.device, self.record, self.times = device, record, 0
-        self.places: list[int] = []  # of the arguments of the step before
-        self.fixed: list[torch.Tensor | None] = []  # the copy that the graph reads, where an argument moved
-        self.recorded: graphs.Recorded[Any] | None = None
+    ``places`` are the addresses of the arguments of the step before. ``fixed`` has, for each of them, the copy that the
+    graph reads, or None where it reads the argument where it is.
+    """
 
-    def run(self, tensors: Sequence[torch.Tensor], step: Callable[[Sequence[torch.Tensor]], Any]) -> Any:
-        """The step on these tensors, by the graph from the second time on."""
-        places = [tensor.data_ptr() for tensor in tensors]
-        before, self.places = self.places, places
-        if not before:
-            self.fixed = [None] * len(tensors)
-            return step(tensors)
-        moved = [here != there for here, there in zip(places, before, strict=True)]
-        if self.recorded is None or any(m and fixed is None for m, fixed in zip(moved, self.fixed, strict=True)):
-            self._record(tensors, moved, step)
-        else:
-            self._copy(tensors)
-        assert self.recorded is not None
-        self.recorded.replay()
-        return _copied(self.recorded.results)
+    record: graphs.Record
+    device: torch.device
+    places: tuple[int, ...] = ()
+    fixed: tuple[torch.Tensor | None, ...] = ()
+    recorded: graphs.Recorded[Any] | None = None
+    times: int = 0
 
-    def _record(
-        self, tensors: Sequence[torch.Tensor], moved: Sequence[bool], step: Callable[[Sequence[torch.Tensor]], Any]
-    ) -> None:
-        self.recorded, self.times = None, self.times + 1  # its memory is free for the next
-        for index, tensor in enumerate(tensors):
-            if moved[index] or tensor.device != self.device or self.times > TIMES:
-                self.fixed[index] = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
-                )
-        self._copy(tensors)
-        read = [tensor if fixed is None else fixed for tensor, fixed in zip(tensors, self.fixed, strict=True)]
+    def after(self, tensors: Sequence[torch.Tensor], step: TensorStep) -> tuple[Graph, Any]:
+        """The next state, and the result of the step on these tensors: by the graph from the second step on."""
+        places = tuple([tensor.data_ptr() for tensor in tensors])
+        if not self.places:
+            return replace(self, places=places, fixed=(None,) * len(places)), step(tensors)
+        moved = [here != before for here, before in zip(places, self.places, strict=True)]
+        unread = any(m and fixed is None for m, fixed in zip(moved, self.fixed, strict=True))
+        graph = self if self.recorded is not None and not unread else self._recorded(tensors, moved, step)
+        assert graph.recorded is not None
+        graph._copy(tensors)
+        graph.recorded.replay()
+        return replace(graph, places=places), _copied(graph.recorded.results)
+
+    def _recorded(self, tensors: Sequence[torch.Tensor], moved: Sequence[bool], step: TensorStep) -> Graph:
+        """With a graph that reads copies of the arguments that moved."""
+        every = self.times >= TIMES
+        fixed = tuple([
+            before if before is not None or not (every or m or tensor.device != self.device)
+            else torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
+            for tensor, before, m in zip(tensors, self.fixed, moved, strict=True)
+        ])  # fmt: skip
+        graph = replace(self, fixed=fixed, recorded=None, times=self.times + 1)
+        graph._copy(tensors)
+        read = [tensor if copy is None else copy for tensor, copy in zip(tensors, fixed, strict=True)]
         step(read)  # what a first step prepares cannot be recorded
-        self.recorded = self.record(lambda: step(read))
+        return replace(graph, recorded=self.record(lambda: step(read)))
 
     def _copy(self, tensors: Sequence[torch.Tensor]) -> None:
         """Write the arguments that moved to where the graph reads them."""
@@ -89,49 +97,58 @@ class Graph:
                 fixed.copy_(tensor.detach(), non_blocking=True)
 
 
-class Graphs:
-    """The graphs of a pipeline by signature, or the reason why a signature has none."""
+#: The graphs of a pipeline by signature, or the reason why a signature has none.
+Graphs: TypeAlias = dict[Any, Graph | str]
 
-    def __init__(self) -> None:
-        self.known: dict[Any, Graph | str] = {}
-        self.lock = RLock()
 
-    def run(self, key: Any, device: torch.device, args: Any, step: Step, why_not: Callable[[], str]) -> Any:
-        """A step, ``step(*args)``, by the graph of its signature. ``why_not`` is called after the first one."""
-        with self.lock:
-            graph = self._find(key, device)
-            if graph is None:
-                return step(*args)
-            leaves, structure = tree.flatten(args)
-            at = [index for index, leaf in enumerate(leaves) if tree.is_tensor(leaf)]
+def run(
+    known: Graphs, key: Any, device: torch.device, args: tuple[Any, ...], step: Step, why_not: Callable[[], str]
+) -> Any:
+    """A step, ``step(*args)``, by the graph of its signature. ``why_not`` is called after the first one."""
+    with _LOCK:
+        return _run(known, key, device, args, step, why_not)
 
-            def on(tensors: Sequence[torch.Tensor]) -> Any:
-                given = dict(zip(at, tensors, strict=True))
-                return step(*tree.unflatten(structure, [given.get(i, leaf) for i, leaf in enumerate(leaves)]))
 
-            if not graph.places:
-                result = step(*args) if (odd := _odd(leaves)) else graph.run([leaves[index] for index in at], on)
-                self._give_up(key, odd or why_not())
-                return result
-            try:
-                return graph.run([leaves[index] for index in at], on)
-            except Exception as error:
-                self._give_up(key, str(error).partition("\n")[0])
-            return step(*args)
+def _run(
+    known: Graphs, key: Any, device: torch.device, args: tuple[Any, ...], step: Step, why_not: Callable[[], str]
+) -> Any:
+    graph = _find(known, key, device)
+    if graph is None:
+        return step(*args)
+    leaves, structure = tree.flatten(args)
+    at = [index for index, leaf in enumerate(leaves) if tree.is_tensor(leaf)]
 
-    def _find(self, key: Any, device: torch.device) -> Graph | None:
-        graph = self.known.get(key)
-        if graph is None and len(self.known) < KEPT:
-            record = graphs.recorder(device)
-            assert record is not None, "a pipeline is checked when it is built"
-            graph = self.known[key] = Graph(device, record)
-        return None if isinstance(graph, str) else graph
+    def on(tensors: Sequence[torch.Tensor]) -> Any:
+        given = dict(zip(at, tensors, strict=True))
+        return step(*tree.unflatten(structure, [given.get(i, leaf) for i, leaf in enumerate(leaves)]))
 
-    def _give_up(self, key: Any, reason: str) -> None:
-        """Run steps of this signature without a graph from now on, and warn, where there is a reason."""
-        if reason:
-            self.known[key] = reason
-            warnings.warn(f"capture=True: steps run without a graph, since {reason}", stacklevel=4)
+    if not graph.places:
+        odd = _odd(leaves)
+        known[key], result = (odd, step(*args)) if odd else graph.after([leaves[index] for index in at], on)
+        _give_up(known, key, odd or why_not())
+        return result
+    try:
+        known[key], result = graph.after([leaves[index] for index in at], on)
+        return result
+    except Exception as error:
+        _give_up(known, key, str(error).partition("\n")[0])
+    return step(*args)
+
+
+def _find(known: Graphs, key: Any, device: torch.device) -> Graph | None:
+    graph = known.get(key)
+    if graph is None and len(known) < KEPT:
+        record = graphs.recorder(device)
+        assert record is not None, "a pipeline is checked when it is built"
+        return Graph(record, device)
+    return None if isinstance(graph, str) else graph
+
+
+def _give_up(known: Graphs, key: Any, reason: str) -> None:
+    """Run steps of this signature without a graph from now on, and warn, where there is a reason."""
+    if reason:
+        known[key] = reason
+        warnings.warn(f"capture=True: steps run without a graph, since {reason}", stacklevel=5)
 
 
 def _odd(leaves: Sequence[Any]) -> str:

@@ -13,7 +13,7 @@ import torch
 
 from ..errors import StageError
 from ..tree import Tree
-from . import calls
+from . import calls, capture
 from .arguments import Each
 from .derived import nested
 from .pipeline import Pipeline
@@ -128,7 +128,8 @@ def value_and_grad(
         elif config.capture and not calls.observed():
             key = call.signature(), _value, loss_scale if isinstance(loss_scale, float) else None
             step = lambda *args: calls.value_and_grad(prepare(*args), cache, _value)
-            value, grads = cache.graphs.run(key, config.device, args, step, lambda: calls.unrecordable(call, cache))
+            why_not = lambda: calls.unrecordable(call, cache)
+            value, grads = capture.run(cache.graphs, key, config.device, args, step, why_not)
         else:
             value, grads = calls.value_and_grad(call, cache, _value)
         return value, grads[0] if isinstance(argnums, int) else grads

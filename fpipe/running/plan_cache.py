@@ -84,7 +84,7 @@ class Cache:
     def __init__(self, shares: Shares | None = None, agreed: bool = False):
         self.plans: dict[tuple[Any, ...], CachedPlans] = {}
         self.shares, self.agreed = shares, agreed
-        self.graphs = Graphs()
+        self.graphs: Graphs = {}
         self.modes: dict[bool, tuple[Config, Cache]] = {}  # of the same pipeline in training and in evaluation
 
     def in_mode(self, config: Config, training: bool) -> tuple[Config, Cache]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import optree
@@ -116,7 +117,7 @@ def test_parameters_that_are_written_in_place_are_read_where_they_are(recorder: 
 
 def fpipe_graphs(step: Any) -> list[capture.Graph]:
     cache = next(cell.cell_contents for cell in step.__closure__ if hasattr(cell.cell_contents, "graphs"))
-    return list(cache.graphs.known.values())
+    return list(cache.graphs.values())
 
 
 def test_parameters_that_move_later_are_copied_from_then_on(recorder: Recorder):
@@ -159,6 +160,14 @@ def test_gradients_of_the_input_and_a_second_value(recorder: Recorder):
     for _ in range(3):
         assert equal(both[0](params, x, t), both[1](params, x, t))
     assert recorder.replayed == 2
+
+
+def test_threads_take_turns(recorder: Recorder):
+    step, plain = pipes()
+    params, batches = params_of(), [torch.randn(8, 3) for _ in range(24)]
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(lambda x: step(params, x, x), batches))
+    assert all(equal(result, plain(params, x, x)) for result, x in zip(results, batches, strict=True))
 
 
 def dropped(p: dict[str, Tensor], x: Tensor) -> Tensor:
