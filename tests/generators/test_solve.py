@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -14,10 +15,11 @@ import fpipe
 from fpipe import Costs, Placement, Schedule, ScheduleError, Solved, make_schedule, solve
 from fpipe.generators.solver import exact
 from fpipe.generators.solver.bounds import lower_bound
-from fpipe.generators.solver.fill import fill
+from fpipe.generators.solver.fill import Setting, fill
 from fpipe.generators.solver.periodic import extended
 from fpipe.generators.solver.periods import Periods, later
-from fpipe.generators.solver.problem import Problem
+from fpipe.generators.solver.problem import Problem, orders_of
+from fpipe.generators.solver.search import Few, Search, Task
 
 
 def quick(costs: Costs, ranks: int, microbatches: int, placement: str = "any", **options: object) -> Solved:
@@ -355,6 +357,52 @@ def test_the_fast_search_is_near_the_best_of_small_cases(long: bool, monkeypatch
         assert best.gap == 0, case  # proved
         near = 1.02 if long else 1.1  # other tests run beside this one
         assert fast.bound <= best.timeline.span <= fast.timeline.span * (1 + 1e-9) <= near * best.timeline.span, case
+
+
+def few_of_a_v() -> tuple[Search, Task]:
+    """A search, and a task whose best solution for few microbatches is V-Min, within more memory."""
+    problem = Problem.of(Costs(), Placement.v(3).paths[0], 3, 24, (5.0,) * 3)
+    bound = lower_bound(problem, Costs())
+    search, task = Search(Costs(), 6, 0), Task(problem, bound)
+    few = task.problem.taking(range(9))
+    filled = fill(few, orders_of(make_schedule("VMin", 3, 9)), 0)
+    assert filled is not None
+    task.few = Few(few, filled, Setting(0, 0), 15, bound - 6 * 15)
+    return search, task
+
+
+def test_the_exact_solver_shortens_few_microbatches_and_the_middle_is_repeated() -> None:
+    pytest.importorskip("ortools")
+    search, task = few_of_a_v()
+    assert task.few is not None
+    before = task.few.filled.span + 6 * task.few.more
+    search.shorten(task)
+    assert search.schedule is not None and search.schedule.check().microbatches == 24
+    assert search.span < before and max(search.schedule.simulate().peak) <= 5
+
+
+def test_ctrl_c_while_the_exact_solver_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OR-tools returns the best it has after Ctrl-C, and does not raise."""
+    search, task = few_of_a_v()
+    assert task.few is not None
+    monkeypatch.setattr(exact, "available", lambda: True)
+    answer = exact.Answer(task.few.filled.rows, 1.0, interrupted=True)
+    monkeypatch.setattr(exact, "solve_exactly", lambda *args, **named: answer)
+    with pytest.raises(KeyboardInterrupt):
+        search.shorten(task)
+    assert search.schedule is not None  # what was found is kept
+    monkeypatch.setattr(exact, "solve_exactly", lambda *args, **named: replace(answer, rows=None))
+    assert solve(Costs(F=3), 2, 5, "V", memory=3, time_limit=60, progress=False).check().gap > 0
+
+
+def test_what_is_known_is_where_the_exact_solver_begins() -> None:
+    pytest.importorskip("ortools")
+    costs = Costs(F=2, comm=0.5)
+    problem = Problem.of(costs, Placement.v(2).paths[0], 2, 6, (4.0,) * 2)
+    filled = fill(problem, orders_of(make_schedule("VMin", 2, 6)), 0)
+    assert filled is not None
+    found = exact.solve_exactly(problem, filled.span, 0.0, 2.0, known=filled.rows).rows
+    assert found is not None and problem.schedule(found).check().simulate(costs).span <= filled.span
 
 
 # ---- periods --------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact search by the solver CP-SAT of OR-tools (``pip install '.[solve]'``), for small problems.
+"""Exact search by the solver CP-SAT of OR-tools (``pip install '.[solve]'``): for small problems, and to shorten what
+was found for few microbatches of a large one.
 
 Every action is an interval of integer length. Microbatches that cost the same run in ascending order on every stage:
 in any schedule they can be numbered anew so, stage by stage, and keep all times and all memory. Times are scaled to
@@ -13,12 +14,15 @@ from importlib.util import find_spec
 from math import ceil, floor, inf
 from typing import Any, NamedTuple
 
+from .periodic import periods_of
 from .problem import ALMOST, Problem, Rows
 
 #: Actions of problems that are solved as a whole.
 MOST = 400
+MOST_OF_FEW = 4000  #: of what is shortened
 WORKERS = 8  #: of CP-SAT: each searches in another way, so more than cores help
 _UNITS = 10**6  #: the longest span, in integers
+_FEW = 10_000  #: and of a large problem
 Name = tuple[int, int, int]
 
 
@@ -29,14 +33,20 @@ def available() -> bool:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the solver found: rows, or None, and a lower bound on the span."""
+    """What the solver found: rows, or None, and a lower bound on the span; and whether Ctrl-C ended it."""
 
     rows: Rows | None
     bound: float
+    interrupted: bool = False
 
 
-def solve_exactly(problem: Problem, span: float, bound: float, seconds: float, *, seed: int = 0) -> Answer:
+def solve_exactly(
+    problem: Problem, span: float, bound: float, seconds: float, *, seed: int = 0, known: Rows | None = None
+) -> Answer:
     """Rows of a shorter span than this one, if there are any, and a bound that is not less than the one given.
+
+    With ``known`` rows, the search begins there, and keeps what runs before, in and after a period of theirs, so that
+    it can be repeated; there is no proof then.
 
     >>> from fpipe.schedules.costs import Costs
     >>> p = Problem.of(Costs(), (0, 1), 2, 2, (9.0, 9.0))
@@ -46,9 +56,13 @@ def solve_exactly(problem: Problem, span: float, bound: float, seconds: float, *
     from ortools.sat.python import cp_model  # optional, and slow to load
 
     scale = _scale(problem, span)
-    most = ceil(span * scale * (1 - 1e-9)) - 1
+    most = ceil(span * scale * (1 - 1e-9)) - (known is None)
     names = _names(problem)
     model = _model(cp_model.CpModel(), problem, names, scale, bound, most)
+    if known is not None:
+        for name, start in _starts(model, known).items():
+            model.model.add_hint(model.start[name], start)
+        _keep_period(model, known)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = max(0.01, seconds)
     solver.parameters.num_workers = WORKERS
@@ -57,10 +71,12 @@ def solve_exactly(problem: Problem, span: float, bound: float, seconds: float, *
     if status == cp_model.INFEASIBLE:
         return Answer(None, min(span, (most + 1) / scale))
     proved = max(bound, solver.best_objective_bound / scale)
+    # OR-tools catches the signal, and ends early with what it has
+    interrupted = status != cp_model.OPTIMAL and solver.wall_time < 0.9 * seconds
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Answer(None, proved)
+        return Answer(None, proved, interrupted)
     when = lambda name: (solver.value(model.start[name]), problem.time(*name))
-    return Answer([sorted(row, key=when) for row in names], proved)
+    return Answer([sorted(row, key=when) for row in names], proved, interrupted)
 
 
 def _names(problem: Problem) -> Rows:
@@ -77,6 +93,16 @@ def _scale(problem: Problem, span: float) -> float:
         if all(abs(time * 10**power - round(time * 10**power)) < 1e-7 for time in times) and span * 10**power < 1e8:
             return 10.0**power
     return _UNITS / span
+
+
+def few_integers(problem: Problem, span: float) -> bool:
+    """Whether times are small integers of some unit: the exact solver shortens large problems of such times only.
+
+    >>> from fpipe.schedules.costs import Costs
+    >>> [few_integers(Problem.of(Costs(F=time), (0, 1), 2, 9, (9.0, 9.0)), 100.0) for time in (1.5, 1.503)]
+    [True, False]
+    """
+    return span * _scale(problem, span) <= _FEW
 
 
 class _Model(NamedTuple):
@@ -102,6 +128,49 @@ def _model(model: Any, problem: Problem, rows: Rows, scale: float, bound: float,
         _memory(m, rank, row)
     _span(m, rows, model.new_int_var(floor(bound * scale * (1 - 1e-9)), most, ""))
     return m
+
+
+def _starts(m: _Model, rows: Rows) -> dict[Name, int]:
+    """When the actions of rows start, in integers."""
+    p, last, starts, ends = m.problem, m.problem.stages - 1, {}, {}
+    at, clock, moved = [0] * p.ranks, [0] * p.ranks, True
+    while moved:
+        moved = False
+        for rank, row in enumerate(rows):
+            for op, s, k in row[at[rank] :]:
+                link = 0 if op == 2 else s - 1 if op == 0 else s
+                before = (
+                    ((0, s - 1, k) if s else None)
+                    if op == 0
+                    else (1, s, k)
+                    if op == 2
+                    else (1, s + 1, k)
+                    if s < last
+                    else (0, s, k)
+                )
+                if before is not None and before not in ends:
+                    break
+                wait = floor(p.link[link] * m.scale + 1e-6) if before is not None and before[1] != s else 0
+                ready = ends[before] + wait if before is not None else 0
+                starts[op, s, k] = max(ready, clock[rank])
+                clock[rank] = ends[op, s, k] = starts[op, s, k] + m.length[op, s, k]
+                at[rank], moved = at[rank] + 1, True
+    return starts
+
+
+def _keep_period(m: _Model, rows: Rows) -> None:
+    """A period's actions stay between its ends on each rank, and the others before or after it."""
+    for row, (start, stop) in zip(rows, next(iter(periods_of(rows)), []), strict=False):
+        begin, end = m.start[row[start - 1]], m.start[row[stop - 1]]
+        for at, name in enumerate(row):
+            if at >= start:
+                m.model.add(m.start[name] >= begin)
+            if at < start:
+                m.model.add(m.start[name] <= begin)
+            elif at < stop:
+                m.model.add(m.start[name] <= end)
+            else:
+                m.model.add(m.start[name] >= end)
 
 
 def _after(m: _Model, name: Name, before: Name, wait: float = 0.0) -> None:
@@ -143,12 +212,13 @@ def _memory(m: _Model, rank: int, row: list[Name]) -> None:
     unit = 1.0 if whole else 1e6 / limit
     intervals, demands = [], []
     for _, s, k in (name for name in row if name[0] == 0):
+        first, end = m.start[0, s, k], m.start[2, s, k] + m.length[2, s, k]
         turn = m.start[1, s, k] + (0 if p.kept[s] > p.saved[s] else m.length[1, s, k])
-        end = m.start[2, s, k] + m.length[2, s, k]
-        for begin, stop, size in ((m.start[0, s, k], turn, p.saved[s]), (turn, end, p.kept[s])):
+        parts = [(first, turn, p.saved[s]), (turn, end, p.kept[s])]
+        for begin, stop, size in parts if p.saved[s] != p.kept[s] else [(first, end, p.kept[s])]:
             if size > 0:
-                length = m.model.new_int_var(0, 10**9, "")
-                intervals.append(m.model.new_interval_var(begin, length, stop, ""))
+                held_for = m.model.new_int_var(0, 10**9, "")
+                intervals.append(m.model.new_interval_var(begin, held_for, stop, ""))
                 demands.append(floor(size * p.size[k] * unit * ALMOST))
     m.model.add_cumulative(intervals, demands, ceil(limit * unit))
 

@@ -20,17 +20,24 @@ def extended(rows: Rows, more: int) -> Iterator[Rows]:
     [[(0, 0, 0), (0, 0, 1), (1, 0, 0), (0, 0, 2), (1, 0, 1), (0, 0, 3), (1, 0, 2), (1, 0, 3)]]
     """
     letters = [[(op, s) for op, s, _ in row] for row in rows]
+    for choice in periods_of(rows):
+        yield [_repeated(row, *place, more) for row, place in zip(letters, choice, strict=True)]
+
+
+def periods_of(rows: Rows) -> list[list[tuple[int, int]]]:
+    """Choices of a period for each rank, the likeliest first: where it begins and ends in the rank's row.
+
+    >>> periods_of([[(0, 0, 0), (0, 0, 1), (1, 0, 0), (0, 0, 2), (1, 0, 1), (1, 0, 2)]])
+    [[(3, 5)]]
+    """
+    letters = [[(op, s) for op, s, _ in row] for row in rows]
     periods = [_periods(row) for row in letters]
     common = sorted(set.intersection(*map(set, periods)))
     middle = len(common) // 2
     choices = [[places[index] for places in periods] for index in common[middle : middle + 3]]
     if all(periods):
         choices.append([_usual(row, places) for row, places in zip(letters, periods, strict=True)])
-    seen = []
-    for choice in choices:
-        if choice not in seen:
-            seen.append(choice)
-            yield [_repeated(row, *place, more) for row, place in zip(letters, choice, strict=True)]
+    return [choice for at, choice in enumerate(choices) if choice not in choices[:at]]
 
 
 def _repeated(letters: Sequence[tuple[int, int]], start: int, stop: int, more: int) -> list[tuple[int, int, int]]:

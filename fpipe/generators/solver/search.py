@@ -22,6 +22,7 @@ from .periodic import extended
 from .periods import Periods
 from .problem import ALMOST, Orders, Problem, Rows, most_held, passes_of
 
+_LEAST = 3.0  #: seconds that the exact solver needs for few microbatches of a large problem
 _DRAWS = 0.5  #: the share of the time that may be spent on starts
 #: Until which shares of the time orders are drawn and then annealed, round by round.
 _ROUNDS = ((0.2, 0.35), (0.5, 0.65), (0.8, 1.0))
@@ -42,6 +43,21 @@ class _Drawn(NamedTuple):
     orders: Callable[[Problem], Orders | None]
 
 
+class Few(NamedTuple):
+    """A solution for few microbatches, and what it takes to make one for all of them of it."""
+
+    problem: Problem
+    filled: Filled
+    setting: Setting
+    more: int
+    bound: float  #: what few would take if all took no longer than their bound
+
+    def better(self, filled: Filled | None, setting: Setting) -> Few:
+        """This, or another solution if it is shorter."""
+        shorter = filled is not None and filled.span < self.filled.span * (1 - 1e-12)
+        return self._replace(filled=filled, setting=setting) if shorter and filled else self
+
+
 class Task:
     """A problem with one order of microbatches, shortened if there are many, and its best solution so far."""
 
@@ -56,6 +72,7 @@ class Task:
         self.setting = Setting(inf, 0.0)
         self.sources: list[_Source] = []
         self.drawn: _Drawn | None = None  #: the best of a round of draws
+        self.few: Few | None = None  #: the best of few microbatches
 
     @property
     def span(self) -> float:
@@ -86,6 +103,29 @@ class Task:
             source.known[:] = sorted([*source.known, (filled.span, choice)], key=lambda entry: entry[0])[:8]
             if self.drawn is None or filled.span < self.drawn.filled.span:
                 self.drawn = _Drawn(filled, setting, lambda problem: source.starts.orders(problem, choice))
+
+    def begin_few(self) -> Few | None:
+        """What the best draw gives for few microbatches: most of the waits are at both ends."""
+        p, drawn = self.problem, self.drawn
+        kept = p.ranks + min(2 * p.ranks, most_held(p)) + 2
+        if drawn is None or not p.even or p.microbatches <= 1.25 * kept:
+            return None
+        few, more = p.taking(range(kept)), p.microbatches - kept
+        bound = self.bound - self.work - more * max(p.work) / p.microbatches
+        if (orders := drawn.orders(few)) is None:
+            return None
+        filled, setting = best_fill(few, orders, bound)
+        return None if filled is None else self.offer_few(Few(few, filled, setting, more, bound))
+
+    def offer_few(self, few: Few) -> Few:
+        """Keep a solution for few microbatches that is better."""
+        self.few = few if self.few is None else self.few.better(few.filled, few.setting)
+        return few
+
+    def lengthen(self, rows: Rows, more: int) -> None:
+        """Try rows of few microbatches with the period in their middle repeated."""
+        for longer in extended(_without_w(rows), more):
+            self.offer_orders(passes_of(longer, self.problem.stages))
 
     def schedule(self) -> Schedule | None:
         """The best solution in full; None where its middle has no period."""
@@ -191,10 +231,7 @@ class Search:
 
     def _prove(self, problems: Sequence[Problem], bounds: Sequence[Bound]) -> None:
         """Solve small problems exactly: with a proof that no schedule is better, or with a better bound."""
-        times, stages = self.costs.times(problems[0].stages), problems[0].stages
-        split = all(b >= i + w for i, w, b in zip(times["I"], times["W"], times["B"], strict=True))
-        actions = 3 * stages * problems[0].microbatches
-        if actions > exact.MOST or not split or self.costs.overlap is not None or not exact.available():
+        if not self._takes(problems[0], exact.MOST):
             return
         proved = []
         for problem, bound in sorted(zip(problems, bounds, strict=True), key=lambda pair: pair[1]):
@@ -207,7 +244,15 @@ class Search:
                 self._offer(problem.schedule(answer.rows))
             better = answer.bound > bound * ALMOST
             proved.append(Bound(min(answer.bound, self.span), "exact search: there is none") if better else bound)
+            if answer.interrupted:
+                raise KeyboardInterrupt
         self.bound = min(proved)
+
+    def _takes(self, problem: Problem, most: int) -> bool:
+        """Whether the exact solver takes a problem: one of at most so many actions, and of split backwards."""
+        times, actions = self.costs.times(problem.stages), 3 * problem.stages * problem.microbatches
+        split = all(b >= i + w for i, w, b in zip(times["I"], times["W"], times["B"], strict=True))
+        return actions <= most and split and self.costs.overlap is None and exact.available()
 
     def _improve(self, tasks: Sequence[Task]) -> None:
         """Rounds of draws and of local search from the best that was drawn; the last one from the best of all."""
@@ -216,6 +261,8 @@ class Search:
             if Periods.fit(task.problem):
                 task.sources.append(_Source(Periods(task.problem, self.random, task.bound - task.work), []))
         for drawn, annealed in _ROUNDS:
+            if annealed == 1 and tasks:
+                self.shorten(tasks[0])
             tasks = self._draw([task for task in tasks if task.bound < self.span], drawn)
             if tasks and tasks[0].problem.small:
                 self._anneal(tasks[0], annealed)
@@ -244,37 +291,35 @@ class Search:
             return
         begin, p = self.share(), task.problem
         orders = passes_of(filled.rows, p.stages)
-        kept = p.ranks + min(2 * p.ranks, most_held(p)) + 2
-        if task.drawn is not None and p.even and p.microbatches > 1.25 * kept:
-            self._anneal_few(task, task.drawn, kept, begin + 0.7 * (until - begin))
+        if (few := task.begin_few()) is not None:
+            self._anneal_few(task, few, begin + 0.7 * (until - begin))
             if task.filled is not None and task.filled.span < filled.span:
                 orders, setting = passes_of(task.filled.rows, p.stages), task.setting
         anneal(p, orders, setting, self.random, self._passed(task, self.share(), until), task.offer)
         self._take(task)
 
-    def _anneal_few(self, task: Task, drawn: _Drawn, kept: int, until: float) -> None:
-        p, more = task.problem, task.problem.microbatches - kept
-        few = p.taking(range(kept))
-        orders = drawn.orders(few)
-        filled, setting = (
-            (None, drawn.setting)
-            if orders is None
-            else best_fill(few, orders, task.bound - task.work - more * max(p.work) / p.microbatches)
-        )
-        if orders is None or filled is None:
-            return
-        better: list[Filled] = []
-        anneal(
-            few,
-            orders,
-            setting,
-            self.random,
-            self._passed(task, self.share(), until),
-            lambda one, _: better.append(one),
-        )
+    def _anneal_few(self, task: Task, few: Few, until: float) -> None:
+        better: list[Few] = []
+        passed, orders = self._passed(task, self.share(), until), passes_of(few.filled.rows, few.problem.stages)
+        found = lambda filled, setting: better.append(task.offer_few(few._replace(filled=filled, setting=setting)))
+        anneal(few.problem, orders, few.setting, self.random, passed, found)
         for one in better[-1:-4:-1]:
-            for rows in extended(_without_w(one.rows), more):
-                task.offer_orders(passes_of(rows, p.stages))
+            task.lengthen(one.filled.rows, few.more)
+
+    def shorten(self, task: Task) -> None:
+        """Shorten the best of few microbatches by the exact solver, and repeat its middle."""
+        few, seconds = task.few or task.begin_few(), (1 - self.share()) * self.time_limit
+        if few is None or seconds < _LEAST or not self._takes(few.problem, exact.MOST_OF_FEW):
+            return
+        if not exact.few_integers(few.problem, few.filled.span):
+            return
+        p, rows = few.problem, few.filled.rows
+        answer = exact.solve_exactly(p, few.filled.span, few.bound, seconds, known=rows)
+        if answer.rows is not None:
+            task.lengthen(answer.rows, few.more)
+            self._take(task)
+        if answer.interrupted:
+            raise KeyboardInterrupt
 
     def _passed(self, task: Task, begin: float, until: float) -> Callable[[], float]:
         """How much of the time between has passed; all, where the task cannot become better."""

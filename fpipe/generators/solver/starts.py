@@ -161,8 +161,11 @@ def orders(problem: Problem) -> Iterator[Orders]:
         yield orders_of(schedule)
 
 
-#: Steps and waits of each way, the span that is aimed at, and whether passes come early.
-BlockChoice: TypeAlias = tuple[list[float], list[float], float, bool]
+#: Passes by which a wait at the top is shorter than the memory allows, the best ones first.
+_LESS = (4, 3, 2, 7, 5, 6, 1, 0, 8, 9)
+#: Steps of each way, waits before passes of the whole way, the span that is aimed at in units of the work, and whether
+#: passes come early.
+BlockChoice: TypeAlias = tuple[list[float], dict[int, float], float, bool]
 
 
 class Blocks:
@@ -171,39 +174,67 @@ class Blocks:
     def __init__(self, problem: Problem, random: Random):
         self.problem, self.random = problem, random
         self.ways = 2 * max(1, problem.stages // problem.ranks)
-        self.period = max(problem.work) / problem.microbatches
+        self.period, self.passes = max(problem.work) / problem.microbatches, 1.5 * self.ways
+        self.turns = range(problem.ranks, 2 * problem.stages, problem.ranks)  #: passes of the way before which it turns
+        self.first = map(self._top, _LESS if problem.stages == 2 * problem.ranks else ())
 
     def draw(self, known: Sequence[tuple[float, BlockChoice]]) -> BlockChoice:
         """What leads to orders: near one of the choices that are known with their spans, or new."""
         random, ways = self.random, self.ways
+        if (first := next(self.first, None)) is not None:
+            return first
         if not known or random.random() < 0.3:
             steps = [random.choice(_STEPS) for _ in range(ways)]
             if ways == 4 and random.random() < 0.5:
                 steps = [float(step) for step in random.choice(_OF_V)]
-            waits = [random.random() * self.period / 2 for _ in range(ways)]
-            target, early = random.choice(_TARGETS) * max(self.problem.work), random.random() < 0.8
+            waits = {at: random.random() * self.period / 2 for at in self.turns}
+            target, early = random.choice(_TARGETS), random.random() < 0.8
         else:
             steps, waits, target, early = random.choice(known)[1]
-            steps = [max(0.1, step * random.choice((1, 1, 0.95, 1.05, 0.8, 1.2))) for step in steps]
-            waits = [max(0.0, w + random.choice((0, 0, 0.1, -0.1, 0.3, -0.3)) * self.period) for w in waits]
+            waits = self._other_waits(waits)
+            if random.random() < 0.5:
+                steps = [max(0.1, step * random.choice((1, 1, 0.95, 1.05, 0.8, 1.2))) for step in steps]
             target, early = target * random.choice((1, 1, 0.98, 1.02)), early ^ (random.random() < 0.1)
         return steps, waits, target, early
+
+    def _other_waits(self, waits: dict[int, float]) -> dict[int, float]:
+        """Each turn's wait a little longer or shorter, or a pass more or less before one or two passes."""
+        random, one = self.random, self.period / self.passes
+        if random.random() < 0.5:
+            return {at: max(0.0, wait + random.choice((0, 0, 0.1, -0.1, 0.3, -0.3)) * self.period)
+                    for at, wait in waits.items()}  # fmt: skip
+        waits = dict(waits)
+        for _ in range(random.choice((1, 1, 2))):
+            at = random.choice((*self.turns, random.randrange(1, 2 * self.problem.stages)))
+            waits[at] = max(0.0, waits.get(at, 0.0) + random.choice((-2, -1, 1, 2)) * one)
+        return waits
+
+    def _top(self, less: int) -> BlockChoice:
+        """A V that goes from rank to rank without waits, but waits where it turns at the first rank: for as long as the
+        memory suffices, less so many passes.
+
+        The passes down and up then meet on every other rank only, so that they rarely clash, and a wait at the top
+        makes all ranks hold the same. At unit cost it is of 3k - 2p passes for k chunks.
+        """
+        p, one = self.problem, self.period / self.passes
+        rooms = (limit / max(max(p.saved[s] for s in held), 1e-30)
+                 for limit, held in zip(p.limit, p.of_rank, strict=True))  # fmt: skip
+        spare = min(*rooms, 1.0 * p.stages) * self.period - sum(p.F) - sum(p.I) - 2 * sum(p.link)
+        wait = max(0.0, round(spare / 2 / one) * one - less * one)
+        return [1.0] * self.ways, {turn: wait if turn == p.stages else 0.0 for turn in self.turns}, 1.0, True
 
     def orders(self, problem: Problem, choice: BlockChoice) -> Orders | None:
         """The orders of this problem, which may have other microbatches; None where they do not fit in memory."""
         steps, waits, target, early = choice
-        return dispatch(problem, self._places(steps, waits), self.period, target, early)
+        return dispatch(problem, self._places(steps, waits), self.period, target * max(problem.work), early)
 
-    def _places(self, steps: Sequence[float], waits: Sequence[float]) -> list[float]:
+    def _places(self, steps: Sequence[float], waits: dict[int, float]) -> list[float]:
         p, time, ways = self.problem, 0.0, self.ways
-        places = [0.0] * (2 * p.stages)
-        way = lambda s: min(s // p.ranks, ways // 2 - 1)
+        places, way = [0.0] * (2 * p.stages), lambda s: min(s // p.ranks, ways // 2 - 1)
         for s in range(p.stages):
-            places[s] = time
+            places[s] = time = time + waits.get(s, 0.0)
             time += (p.F[s] + (p.link[s] if s + 1 < p.stages else 0.0)) * steps[way(s)]
-            time += waits[way(s)] * (s % p.ranks == p.ranks - 1)
         for s in reversed(range(p.stages)):
-            places[p.stages + s] = time
+            places[p.stages + s] = time = time + waits.get(2 * p.stages - 1 - s, 0.0)
             time += (p.I[s] + (p.link[s - 1] if s else 0.0)) * steps[ways - 1 - way(s)]
-            time += waits[ways - 1 - way(s)] * (s > 0 and s % p.ranks == 0)
         return places
