@@ -50,7 +50,7 @@ BENCHES: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
     "overlap": ("bench_overlap", ("--torch", "--width", "64"), ("--rounds", "1", "--mb", "1", "--microbatches", "4")),
     "narrow": ("bench_overlap", (*NARROW, "--microbatches", "24", "--rounds", "3", "--torch"),
                (*NARROW, "--microbatches", "4", "--rounds", "1", "--layers", "4")),
-    "gpu": ("bench_gpu", (), ("--rounds", "1", "--width", "256", "--tokens", "64")),
+    "gpu": ("bench_gpu", (), ("--rounds", "1", "--width", "256", "--tokens", "64", "--hidden", "512")),
 }  # fmt: skip
 DEFAULT = [name for name in BENCHES if name != "gpu"]
 #: benchmark -> commands that it needs, besides root

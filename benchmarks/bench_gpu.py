@@ -5,7 +5,10 @@ autograd; with ``compile="inductor"`` the peer is the compiled unsplit model. Al
 and memory for the same number of microbatches in flight. Alternating runs, medians. Without a GPU it prints a message
 and ends; ``--device cpu`` runs a small case.
 
-    python -m benchmarks.bench_gpu [--width 2048] [--tokens 2048] [--rounds 15] [--json FILE]
+Then a layer of the shape of Llama 8B: its split backward, memory, time of the host, offload, and weaving with a copy
+stream in place of a network (``gpu_layers``).
+
+    python -m benchmarks.bench_gpu [--width 2048] [--tokens 2048] [--hidden 4096] [--rounds 15] [--json FILE]
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from torch.nn.functional import cross_entropy, gelu, layer_norm, linear, scaled_
 import fpipe
 from benchmarks.bench_runner import measure as host_work
 from benchmarks.command import options, save
+from benchmarks.gpu_layers import Shape, Split, of_a_step, offload, weave
 
 RANKS, MICROBATCHES, VOCABULARY = 4, 8, 1024
 STAGES = 2 * RANKS
@@ -189,9 +193,18 @@ def rows(device: torch.device, width: int, tokens: int, rounds: int) -> list[dic
     return found
 
 
+def of_a_layer(device: torch.device, hidden: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
+    """A layer with the proportions of Llama 8B, and weaving."""
+    shape = Shape(hidden, max(hidden // 128, 4), max(hidden // 512, 1), 7 * hidden // 2)
+    split = Split(device, shape, tokens)
+    found = [*split.rows(rounds), *of_a_step(split, shape)]
+    found += [offload(Split(device, shape, times * tokens), times * tokens) for times in (1, 2, 4)]
+    return [*found, weave(device, hidden // 2, tokens, max(rounds // 3, 1))]
+
+
 def main() -> None:
     """Print the table, or a word where there is no GPU."""
-    parser = options(__doc__, width=2048, tokens=2048, rounds=15)
+    parser = options(__doc__, width=2048, tokens=2048, hidden=4096, rounds=15)
     parser.add_argument("--device")
     args = parser.parse_args()
     if args.device is None and not torch.accelerator.is_available():
@@ -205,9 +218,11 @@ def main() -> None:
     print(f"{name}, torch {torch.__version__}: width {args.width}, {args.tokens} tokens, {MICROBATCHES} microbatches\n")
     print(f"{'':38} {'fpipe':>10} {'peer':>10} {'':4} {'ratio':>6} {'at most':>8}")
     found = rows(device, args.width, args.tokens, args.rounds)
+    found += of_a_layer(device, args.hidden, 2 * args.tokens, args.rounds)
     for r in found:
-        peer, ratio = (f"{r[k]:{w}}" if r[k] is not None else "" for k, w in (("peer", ".3f"), ("ratio", ".3f")))
-        print(f"{r['what']:38} {r['fpipe']:10.3f} {peer:>10} {r['unit']:4} {ratio:>6} {r['limit']:8.2f}")
+        parts = ((r["peer"], ".3f"), (r["ratio"], ".3f"), (r["limit"], ".2f"))
+        peer, ratio, limit = ("" if value is None else f"{value:{width}}" for value, width in parts)
+        print(f"{r['what']:38} {r['fpipe']:10.3f} {peer:>10} {r['unit']:4} {ratio:>6} {limit:>8}")
     save([{"device": name, **r} for r in found], args.json)
 
 

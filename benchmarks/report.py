@@ -255,8 +255,9 @@ def _gpu(rows: Rows) -> Iterator[str]:
     cell = lambda value: "" if value is None else f"{value:.3f}"
     lines = [
         [r["what"], f"{cell(r['fpipe'])} {r['unit']}", f"{cell(r['peer'])} {r['unit']}" if r["peer"] else "",
-         _kept(r["ratio"] or r["fpipe"], r["limit"], cell(r["ratio"] or r["fpipe"])), f"{r['limit']:g}"]
+         _kept(r["ratio"] or r["fpipe"], limit, cell(r["ratio"] or r["fpipe"])), f"{limit:g}" if limit < 1e9 else ""]
         for r in rows
+        for limit in [math.inf if r["limit"] is None else r["limit"]]
     ]  # fmt: skip
     yield from _table((rows[0]["device"] if rows else "", "fpipe", "peer", "", "at most"), lines)
 
