@@ -273,9 +273,9 @@ _SOCKETS = (
     "As above, with `FPIPE_SHARED_MEMORY=0`: messages of fpipe go through gloo too, as between two hosts. Here gloo's "
     "threads share the two cores with the programs. *Programs* is the makespan of the schedule with the times of the "
     "programs alone, as if messages took no time: the least that any transport can reach. At medium size it is most "
-    "of the step of both sides, and above 0.75 of torch's for most schedules. What a step takes longer is gloo's: for "
-    "each message of 64 KiB its `send` takes 0.1 ms of the sender, its `recv`, which announces the receive to the "
-    "sender, 0.05 ms, and its thread as much again on the same cores."
+    "of the step of both sides, and about 0.75 of torch's. What a step takes longer is gloo's: for each message of 64 "
+    "KiB its `send` takes 0.1 ms of the sender, and its `recv`, which announces the receive to the sender, and its "
+    "thread 0.05 ms each."
 )
 _MANY = (
     "As above, through shared memory, with twice as many microbatches as ranks: most processes wait for a core or for "
