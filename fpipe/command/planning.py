@@ -162,13 +162,13 @@ def _why(best: Prediction) -> str:
     shares = ", ".join(f"{name} {seconds / step:.1%}" for name, seconds in parts if seconds / step >= 0.0005)
     bound = operations(job) * job.tokens / job.gpus / (job.gpu.flops * job.gpu.matmul)
     full = best.fullest
-    memory = ", ".join(
-        f"{name} {value / GIB:.1f}"
-        for name, value in (
-            ("state of layers", full.layers), ("of the vocabulary", full.vocabulary),
-            ("activations", full.activations), ("temporary", full.moment),
-        )
-    )  # fmt: skip
+    parts_of_memory = [
+        ("state of layers", full.layers), ("of the vocabulary", full.vocabulary),
+        ("activations", full.activations), ("temporary", full.moment),
+    ]  # fmt: skip
+    if full.late / GIB >= 0.05:
+        parts_of_memory.append(("gradients that come later", -full.late))
+    memory = ", ".join(f"{name} {value / GIB:.1f}" for name, value in parts_of_memory)
     return (
         f"time: {shares}\nlimit: {best.limit}; no layout takes less than {bound:.4g} s, the model's operations at "
         f"{job.gpu.matmul:.0%} of {job.gpu.flops / 1e12:.0f} TFLOP/s\nmemory: pipeline rank {full.rank} holds "

@@ -7,11 +7,16 @@ and the optimizer are added. Knows no search.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 from ..generators import make_schedule
+from ..schedule import Schedule
+from ..schedules.actions import Row, plain
 from ..schedules.costs import Costs
+from ..schedules.timeline import Timeline
 from .costs import (
     Bytes,
     Times,
@@ -28,26 +33,29 @@ from .layout import Job, Layout
 
 #: Schedules of more microbatches than this many times the ranks are simulated for fewer, and extended.
 PERIODS = 8
-#: Schedules in which the second stages of ranks are in the reverse order of the first; those that split backwards.
+#: Schedules in which the second stages of ranks are in the reverse order of the first; those that run all forwards
+#: before the first backward; those that split backwards.
 TURNED = ("ZBVZeroBubble", "VHalf", "VMin", "DualPipeV")
+FORWARDS_FIRST = ("GPipe", "LoopedBFS")
 SPLIT = (*TURNED, "ZBH1", "ZBH2", "InterleavedZeroBubble")
 
 
 @dataclass(frozen=True)
 class Memory:
     """Bytes of one rank: state of its layers and of its part of the vocabulary, activations, and what is computed for
-    a moment."""
+    a moment. ``late`` are the gradients among its state that it does not have yet while it holds the most."""
 
     rank: int
     layers: float
     vocabulary: float
     activations: float
     moment: float
+    late: float = 0.0
 
     @property
     def total(self) -> float:
         """All of it."""
-        return self.layers + self.vocabulary + self.activations + self.moment
+        return self.layers + self.vocabulary + self.activations + self.moment - self.late
 
 
 @dataclass(frozen=True)
@@ -135,7 +143,8 @@ def least(job: Job, layout: Layout) -> tuple[float, float]:
     """Seconds that no step in a layout is shorter than, and bytes that its fullest rank has at least.
 
     A rank begins after the forwards of the stages before its first one and, where backwards are not split, ends before
-    their backwards. It holds its state, and the activations of one microbatch of its last stage.
+    their backwards. It holds its state, and the activations of a microbatch of its last stage, perhaps before it has
+    gradients.
     """
     stages, elements, p = _stages(job, layout), _elements(job, layout), layout.pp
     turned = layout.schedule in TURNED
@@ -150,8 +159,9 @@ def least(job: Job, layout: Layout) -> tuple[float, float]:
         times = stages[rank][1]
         before += times.F if layout.schedule in SPLIT else times.all
     last = (p - 1 if not turned else 0), stages[-1][0].saved
+    without = last[1] - (held[last[0]] * job.precision.gradients / layout.tp if _early(layout, count) else 0.0)
     least_held = max(
-        state_bytes(job, layout, each, layout.per_rank) + (last[1] if rank == last[0] else 0.0)
+        state_bytes(job, layout, each, layout.per_rank) + (max(without, 0.0) if rank == last[0] else 0.0)
         for rank, each in enumerate(held)
     )
     return longest + _copies(job, layout, stages) + _optimizer(job, layout), least_held
@@ -161,10 +171,13 @@ def crowded(job: Job, layout: Layout) -> bool:
     """Whether what a rank holds at least has no room, by the number of activations that the schedule lets it hold."""
     stages, elements = _stages(job, layout), _elements(job, layout)
     counts, held = _held(layout.schedule, layout.pp, min(layout.microbatches(job), 4 * layout.pp), layout.stages)
-    split = layout.schedule in SPLIT
+    split, gradients = layout.schedule in SPLIT, _gradients(job, layout)
+    late = _early(layout, layout.microbatches(job))
     for count, here in zip(counts, held, strict=True):
         fewest = min(min(b.saved, b.kept) if split else b.saved for b, _ in (stages[s] for s in here))
-        if state_bytes(job, layout, sum(elements[s] for s in here), layout.per_rank) + count * fewest > usable(job):
+        state = state_bytes(job, layout, sum(elements[s] for s in here), layout.per_rank)
+        without = sum(gradients[s] for s in here) if late else 0.0
+        if max(state, state - without + count * fewest) > usable(job):
             return True
     return False
 
@@ -223,7 +236,7 @@ def _vocabulary(job: Job, layout: Layout) -> list[int]:
 
 # ---- the schedule ----------------------------------------------------------------------------------------------------
 def _simulated(job: Job, layout: Layout, stages: list[tuple[Bytes, Times]]) -> tuple[float, list[float], float]:
-    """Seconds of the schedule, the most activations of each rank in bytes, and the bubble."""
+    """Seconds of the schedule, the most activations of each rank in bytes, then its late gradients, and the bubble."""
     h, size = job.model.hidden, job.precision.parameters
     boundary = job.sequence * layout.microbatch * h * size / layout.tp
     width = job.gpu.network * NETWORK if job.gpus > job.gpu.node else job.gpu.link * LINK
@@ -233,9 +246,13 @@ def _simulated(job: Job, layout: Layout, stages: list[tuple[Bytes, Times]]) -> t
         saved=[b.saved for b, _ in stages], kept=[b.kept for b, _ in stages],
     )  # fmt: skip
 
+    gradients = _gradients(job, layout)
+
     def run(microbatches: int) -> tuple[float, list[float], float]:
-        timeline = layout.schedule_for(microbatches).simulate(costs)
-        return timeline.total, list(timeline.peak_bytes), sum(timeline.busy) / timeline.ranks
+        schedule = layout.schedule_for(microbatches)
+        timeline = schedule.simulate(costs)
+        bytes_of_ranks = [*timeline.peak_bytes, *_late(timeline, schedule, costs, gradients)]
+        return timeline.total, bytes_of_ranks, sum(timeline.busy) / timeline.ranks
 
     count, p = layout.microbatches(job), layout.pp
     if count <= PERIODS * p:
@@ -247,6 +264,44 @@ def _simulated(job: Job, layout: Layout, stages: list[tuple[Bytes, Times]]) -> t
     total = near + (far - near) * times
     peaks = [a + (b - a) * times for a, b in zip(peaks, more, strict=True)]
     return total, peaks, 1 - (busy + (busier - busy) * times) / total
+
+
+def _early(layout: Layout, microbatches: int) -> bool:
+    """Whether ranks may hold the most activations only before they have all gradients."""
+    return layout.schedule in FORWARDS_FIRST or microbatches < 4 * layout.pp
+
+
+def _gradients(job: Job, layout: Layout) -> list[float]:
+    """Bytes of the sums of gradients of each stage."""
+    return [elements * job.precision.gradients / layout.tp for elements in _elements(job, layout)]
+
+
+def _late(timeline: Timeline, schedule: Schedule, costs: Costs, gradients: Sequence[float]) -> list[float]:
+    """The bytes of gradients that each rank does not have yet while it holds the most.
+
+    The gradients of a stage come with its first backward: with few microbatches, a rank holds the most activations
+    before it has gradients.
+
+    >>> costs = Costs(saved=1)
+    >>> for row in ("[0F0, 0F1, 0B0, 0B1]", "[0F0, 0B0, 0F1, 0B1]"):
+    ...     schedule = Schedule.parse(row)
+    ...     _late(schedule.simulate(costs), schedule, costs, [3.0])
+    [1.0]
+    [0.0]
+    """
+    memory = costs.memory(schedule.stages)
+
+    def changes(row: Row) -> Iterator[float]:
+        begun = set[int]()
+        for stage, op, _ in plain(row):
+            first = op in ("B", "W") and stage not in begun
+            begun |= {stage} if first else set()
+            yield memory[op][stage] + (gradients[stage] if first else 0.0)
+
+    both = [max(accumulate(changes(row), initial=0.0)) for row in schedule]
+    ends = [sum(gradients[stage] for stage in schedule.placement.stages_of(rank)) for rank in range(schedule.ranks)]
+    parts = zip(timeline.peak_bytes, ends, both, strict=True)
+    return [max(activations + end - most, 0.0) for activations, end, most in parts]
 
 
 def _parts(job: Job, layout: Layout, stages: list[tuple[Bytes, Times]], total: float) -> dict[str, float]:
@@ -298,12 +353,12 @@ def _memory(job: Job, layout: Layout, peaks: list[float]) -> tuple[Memory, ...]:
     counts, vocabulary = layout.counts(job.model), _vocabulary(job, layout)
     elements, each = _elements(job, layout), job.model.layer_parameters
     found = []
-    for rank, peak in enumerate(peaks):
+    for rank, (peak, late) in enumerate(zip(peaks[: layout.pp], peaks[layout.pp :], strict=True)):
         held = placement.stages_of(rank)
         state = lambda elements: state_bytes(job, layout, elements, layout.per_rank)
         moment = max(_moment(job, layout, stage, elements[stage]) for stage in held)
         layers = sum(counts[s] for s in held) * each
-        found.append(Memory(rank, state(layers), state(sum(vocabulary[s] for s in held)), peak, moment))
+        found.append(Memory(rank, state(layers), state(sum(vocabulary[s] for s in held)), peak, moment, late))
     return tuple(found)
 
 
