@@ -165,15 +165,16 @@ def _blocks(single: bool, params: Column, decays: list[bool]) -> list[Hashable]:
     """
     if single:
         return [(leaf.device, leaf.dtype, on) for leaf, on in zip(params, decays, strict=True)]
-    blocks: dict[Hashable, tuple[int, int]] = {}  # of a kind: the number of the last block, and its elements
-    keys = []
+    last: dict[Hashable, int] = {}  # of a kind: its last block
+    elements, keys = list[int](), list[Hashable]()
     for leaf, on in zip(params, decays, strict=True):
         kind = leaf.device, leaf.dtype, on
-        number, elements = blocks.get(kind, (0, 0))
-        if elements >= _BLOCK and leaf.device.type == "cpu":
-            number, elements = number + 1, 0
-        keys.append((*kind, number))
-        blocks[kind] = number, elements + leaf.numel()
+        block = last.get(kind)
+        if block is None or (elements[block] >= _BLOCK and leaf.device.type == "cpu"):
+            block = last[kind] = len(elements)
+            elements.append(0)
+        elements[block] += leaf.numel()
+        keys.append(block)
     return keys
 
 
