@@ -71,20 +71,18 @@ def published(seconds: float) -> Iterator[Row]:
 
 
 def frontier(seconds: float) -> Iterator[Row]:
-    """For how many limits of memory a V has the idle time of the formula of Controllable Memory."""
+    """For how many limits of memory a V has the idle time of the formula of Controllable Memory; prints all limits."""
     for p in (4, 8, 16):
-        met, limits, begin = 0, range(2 * ((p + 4) // 3), 2 * p + 1), time.perf_counter()
+        limits, begin, idle = range(2 * ((p + 4) // 3), 2 * p + 1), time.perf_counter(), []
+        formula = [3 * p - 1 - 3 * k + max(3 * p, p - 1 + 2 * (1 + -(-k // 2))) for k in limits]
         for k in limits:
             s = solve(Costs(), p, 4 * p, "V", memory=k, time_limit=seconds, progress=False)
-            met += s.timeline.span - 24 * p <= 3 * p - 1 - 3 * k + max(3 * p, p - 1 + 2 * (1 + -(-k // 2)))
-        yield Row(
-            f"frontier of V, {p} ranks: limits at the formula",
-            len(limits),
-            met,
-            None,
-            time.perf_counter() - begin,
-            True,
-        )
+            idle.append(round(s.timeline.span - 24 * p))
+        for what, row in (("chunks held", limits), ("formula", formula), ("idle passes", idle)):
+            print(f"  V of {p} ranks, {what:11}", *(f"{number:3}" for number in row), flush=True)
+        met = sum(one <= least for one, least in zip(idle, formula, strict=True))
+        took = time.perf_counter() - begin
+        yield Row(f"frontier of V, {p} ranks: limits at the formula", len(limits), met, None, took, True)
 
 
 def uneven(seconds: float) -> Iterator[Row]:
@@ -213,7 +211,7 @@ def main() -> None:
     print(f"{'':66} {'target':>8} {'reached':>8} {'bound':>8} {'seconds':>8}")
     parts = (
         published(given.seconds),
-        frontier(given.seconds / 2),
+        frontier(3 * given.seconds),
         uneven(given.seconds),
         small(given.cases),
         measured(given.rounds),

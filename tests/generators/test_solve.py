@@ -376,7 +376,7 @@ def test_the_exact_solver_shortens_few_microbatches_and_the_middle_is_repeated()
     search, task = few_of_a_v()
     assert task.few is not None
     before = task.few.filled.span + 6 * task.few.more
-    search.shorten(task)
+    search.shorten(task, task.few)
     assert search.schedule is not None and search.schedule.check().microbatches == 24
     assert search.span < before and max(search.schedule.simulate().peak) <= 5
 
@@ -389,7 +389,7 @@ def test_ctrl_c_while_the_exact_solver_runs(monkeypatch: pytest.MonkeyPatch) -> 
     answer = exact.Answer(task.few.filled.rows, 1.0, interrupted=True)
     monkeypatch.setattr(exact, "solve_exactly", lambda *args, **named: answer)
     with pytest.raises(KeyboardInterrupt):
-        search.shorten(task)
+        search.shorten(task, task.few)
     assert search.schedule is not None  # what was found is kept
     monkeypatch.setattr(exact, "solve_exactly", lambda *args, **named: replace(answer, rows=None))
     assert solve(Costs(F=3), 2, 5, "V", memory=3, time_limit=60, progress=False).check().gap > 0

@@ -19,7 +19,7 @@ from .problem import ALMOST, Problem, Rows
 
 #: Actions of problems that are solved as a whole.
 MOST = 400
-MOST_OF_FEW = 4000  #: of what is shortened
+MOST_OF_FEW = 5000  #: of what is shortened
 WORKERS = 8  #: of CP-SAT: each searches in another way, so more than cores help
 _UNITS = 10**6  #: the longest span, in integers
 _FEW = 10_000  #: and of a large problem

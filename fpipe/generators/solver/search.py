@@ -21,8 +21,11 @@ from .local import anneal
 from .periodic import extended
 from .periods import Periods
 from .problem import ALMOST, Orders, Problem, Rows, most_held, passes_of
+from .starts import Blocks
 
 _LEAST = 3.0  #: seconds that the exact solver needs for few microbatches of a large problem
+_SCAN = 0.15  #: the share of the time until which blocks that wait at the top are tried
+_CLOSE = 1.015  #: of its bound, within which it gets more of the time
 _DRAWS = 0.5  #: the share of the time that may be spent on starts
 #: Until which shares of the time orders are drawn and then annealed, round by round.
 _ROUNDS = ((0.2, 0.35), (0.5, 0.65), (0.8, 1.0))
@@ -106,16 +109,39 @@ class Task:
 
     def begin_few(self) -> Few | None:
         """What the best draw gives for few microbatches: most of the waits are at both ends."""
-        p, drawn = self.problem, self.drawn
-        kept = p.ranks + min(2 * p.ranks, most_held(p)) + 2
-        if drawn is None or not p.even or p.microbatches <= 1.25 * kept:
+        few = self._fewer()
+        if self.drawn is None or few is None or (orders := self.drawn.orders(few)) is None:
             return None
-        few, more = p.taking(range(kept)), p.microbatches - kept
-        bound = self.bound - self.work - more * max(p.work) / p.microbatches
-        if (orders := drawn.orders(few)) is None:
-            return None
+        more = self.problem.microbatches - few.microbatches
+        bound = self._bound_of_few(more)
         filled, setting = best_fill(few, orders, bound)
         return None if filled is None else self.offer_few(Few(few, filled, setting, more, bound))
+
+    def scan(self, blocks: Blocks, passed: Callable[[], bool]) -> list[tuple[float, Any]]:
+        """The best of the blocks that wait at the top, of few microbatches, with their spans in full."""
+        few, found = self._fewer(), []
+        for top in () if few is None else blocks.tops:
+            if passed():
+                break
+            assert few is not None
+            choice, more = blocks.top(*top), self.problem.microbatches - few.microbatches
+            setting = Setting(self._bound_of_few(more), 0.0)
+            orders = blocks.orders(few, choice)
+            if orders is not None and (filled := fill(few, orders, *setting)) is not None:
+                self.offer_few(Few(few, filled, setting, more, setting.target))
+                found.append((filled.span + self._work(more), choice))
+        return sorted(found, key=lambda entry: entry[0])[:8]
+
+    def _fewer(self) -> Problem | None:
+        p = self.problem
+        kept = p.ranks + min(2 * p.ranks, most_held(p)) + 2
+        return p.taking(range(kept)) if p.even and p.microbatches > 1.25 * kept else None
+
+    def _work(self, more: int) -> float:
+        return more * max(self.problem.work) / self.problem.microbatches
+
+    def _bound_of_few(self, more: int) -> float:
+        return self.bound - self.work - self._work(more)
 
     def offer_few(self, few: Few) -> Few:
         """Keep a solution for few microbatches that is better."""
@@ -257,12 +283,18 @@ class Search:
     def _improve(self, tasks: Sequence[Task]) -> None:
         """Rounds of draws and of local search from the best that was drawn; the last one from the best of all."""
         for task in tasks:
-            task.sources = [_Source(starts.Blocks(task.problem, self.random), [])]
+            blocks = starts.Blocks(task.problem, self.random)
+            known = task.scan(blocks, lambda task=task: self.share() > _SCAN or task.span <= task.bound * ALMOST)
+            for _, choice in known[:2]:
+                task.offer_orders(blocks.orders(task.problem, choice))
+            self._take(task)
+            task.sources = [_Source(blocks, known)]
             if Periods.fit(task.problem):
                 task.sources.append(_Source(Periods(task.problem, self.random, task.bound - task.work), []))
         for drawn, annealed in _ROUNDS:
-            if annealed == 1 and tasks:
-                self.shorten(tasks[0])
+            few = tasks[0].few if tasks else None
+            if few and (drawn > _DRAWS or (drawn == _DRAWS and few.filled.span <= few.bound * _CLOSE)):
+                self.shorten(tasks[0], few)
             tasks = self._draw([task for task in tasks if task.bound < self.span], drawn)
             if tasks and tasks[0].problem.small:
                 self._anneal(tasks[0], annealed)
@@ -306,10 +338,10 @@ class Search:
         for one in better[-1:-4:-1]:
             task.lengthen(one.filled.rows, few.more)
 
-    def shorten(self, task: Task) -> None:
+    def shorten(self, task: Task, few: Few) -> None:
         """Shorten the best of few microbatches by the exact solver, and repeat its middle."""
-        few, seconds = task.few or task.begin_few(), (1 - self.share()) * self.time_limit
-        if few is None or seconds < _LEAST or not self._takes(few.problem, exact.MOST_OF_FEW):
+        seconds = (1 - self.share()) * self.time_limit
+        if seconds < _LEAST or not self._takes(few.problem, exact.MOST_OF_FEW):
             return
         if not exact.few_integers(few.problem, few.filled.span):
             return

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from random import Random
 from typing import TypeAlias
 
@@ -176,13 +177,12 @@ class Blocks:
         self.ways = 2 * max(1, problem.stages // problem.ranks)
         self.period, self.passes = max(problem.work) / problem.microbatches, 1.5 * self.ways
         self.turns = range(problem.ranks, 2 * problem.stages, problem.ranks)  #: passes of the way before which it turns
-        self.first = map(self._top, _LESS if problem.stages == 2 * problem.ranks else ())
+        tops = product(_LESS, (0, 2, 1, 3), (0, 2, 1, 3), (0, 1)) if problem.stages == 2 * problem.ranks else ()
+        self.tops = sorted(tops, key=lambda top: sum(top[1:]))  #: choices of ``top``
 
     def draw(self, known: Sequence[tuple[float, BlockChoice]]) -> BlockChoice:
         """What leads to orders: near one of the choices that are known with their spans, or new."""
         random, ways = self.random, self.ways
-        if (first := next(self.first, None)) is not None:
-            return first
         if not known or random.random() < 0.3:
             steps = [random.choice(_STEPS) for _ in range(ways)]
             if ways == 4 and random.random() < 0.5:
@@ -209,9 +209,9 @@ class Blocks:
             waits[at] = max(0.0, waits.get(at, 0.0) + random.choice((-2, -1, 1, 2)) * one)
         return waits
 
-    def _top(self, less: int) -> BlockChoice:
+    def top(self, less: int, forward: int, backward: int, after: int) -> BlockChoice:
         """A V that goes from rank to rank without waits, but waits where it turns at the first rank: for as long as the
-        memory suffices, less so many passes.
+        memory suffices, less so many passes. The others are waits at both turns at the last rank, and after the first.
 
         The passes down and up then meet on every other rank only, so that they rarely clash, and a wait at the top
         makes all ranks hold the same. At unit cost it is of 3k - 2p passes for k chunks.
@@ -221,7 +221,8 @@ class Blocks:
                  for limit, held in zip(p.limit, p.of_rank, strict=True))  # fmt: skip
         spare = min(*rooms, 1.0 * p.stages) * self.period - sum(p.F) - sum(p.I) - 2 * sum(p.link)
         wait = max(0.0, round(spare / 2 / one) * one - less * one)
-        return [1.0] * self.ways, {turn: wait if turn == p.stages else 0.0 for turn in self.turns}, 1.0, True
+        waits = {p.ranks: forward * one, p.stages: wait, p.stages + 1: after * one, 3 * p.ranks: backward * one}
+        return [1.0] * self.ways, waits, 1.0, True
 
     def orders(self, problem: Problem, choice: BlockChoice) -> Orders | None:
         """The orders of this problem, which may have other microbatches; None where they do not fit in memory."""
