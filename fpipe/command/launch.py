@@ -84,6 +84,8 @@ def launch(
     >>> fpipe.launch(os.getenv, "RANK", ranks=2)  # doctest: +SKIP
     ['0', '1']
     """
+    if not callable(fn):
+        raise LaunchError(f"launch takes a function that runs on each rank, not {fn!r}")
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise LaunchError(f"ranks={ranks!r}; give a whole number of processes, 1 or more")
     kind, _, resource = on.partition(":")

@@ -246,6 +246,12 @@ class Carried:
 
 def _run(program: Program, values: Mapping[str, Any]) -> dict[str, Any]:
     """The values with those that a program computes from them."""
+    missing = next((name for name in program.inputs if name not in values), None)
+    if missing is not None:
+        raise StageError(
+            f"the arguments have no leaf {missing!r}, which {program!r} reads; pass trees of the structure "
+            "that was traced"
+        )
     results = program([values[name] for name in program.inputs])
     return {**values, **dict(zip(program.outputs, results, strict=True))}
 

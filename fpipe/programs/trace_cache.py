@@ -98,7 +98,8 @@ def programs_of(
     The outputs ``unused`` have no cotangent. ``occasion`` is the same for all signatures of one call.
     """
     surroundings = ambient(), torch.is_autocast_cache_enabled(), torch.get_default_dtype()
-    options: Key = (stage.aux_loss, stage.state, stage.compile, surroundings, unused)
+    every_size = stage.dynamic is False  # no trace with symbols, also where another Stage of the function has one
+    options: Key = (stage.aux_loss, stage.state, stage.compile, every_size, surroundings, unused)
     eager = stage.engine == "eager"
     if eager:
         options = (*options, stage.fn, stage.like)

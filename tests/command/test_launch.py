@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fpipe.command import launch
+from fpipe.errors import LaunchError
 
 
 class Immortal:
@@ -49,3 +50,8 @@ def test_a_process_looks_at_its_launcher_again_and_again(monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "_exit", codes.append)
     launch._end_with_parent()
     assert parent.joins == [60.0, 60.0] and codes == [1]
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(LaunchError, match="a function that runs on each rank, not 3"):
+        launch.launch(3, ranks=2)  # type: ignore[arg-type]

@@ -139,6 +139,14 @@ def test_dynamic_false_traces_every_size_and_named_axes_are_symbols_at_once(trac
         traces.clear()
 
 
+def test_dynamic_false_uses_no_symbolic_trace_of_another_stage(traces: list[str]):
+    fn, params = lambda p, x: attention(p, x), parameters()
+    for dynamic in (True, False):
+        for length in (4, 5, 6):
+            fpipe.trace(Stage(fn, dynamic=dynamic), params, torch.randn(2, length, WIDTH))
+    assert traces == ["symbolic", *["plain"] * 3]
+
+
 def test_memory_layouts_of_inputs_may_differ_from_contiguous():
     stage = lambda p, x: (x @ p["out"], x * 2)
     params = parameters()

@@ -217,6 +217,12 @@ def operations(program: Any) -> list[str]:
     return [getattr(node.target, "_opname", str(node.target)) for node in program.program.operations]
 
 
+def test_trees_of_another_structure_are_refused():
+    programs = trace(lambda p, x: x @ p["w"] + p["b"], {"w": EYE, "b": CONSTANT}, X)
+    with pytest.raises(fpipe.StageError, match=r"no leaf 'p1', which .* the structure that was traced"):
+        programs.forward({"w": EYE}, X)
+
+
 def test_i_does_only_what_the_input_gradient_needs():
     programs = trace(tanh_layer, LAYER, X)
     assert operations(programs.forward).count("mm") + operations(programs.forward).count("addmm") == 1

@@ -143,7 +143,8 @@ def _cores() -> int:
 def _next(settings: Settings, out: Path) -> list[tuple[str, str]]:
     other = "DualPipeV" if settings.schedule.name != "DualPipeV" else "1F1B"
     p, m = settings.schedule.ranks, settings.schedule.microbatches
-    fpipe = "fpipe" if which("fpipe") else os.path.relpath(sys.argv[0])  # as it can be typed here
+    started = os.path.relpath(sys.argv[0])  # as it can be typed here
+    fpipe = "fpipe" if which("fpipe") else "python -m fpipe" if started.endswith("__main__.py") else started
     return [
         (f"{fpipe} view {out}", "open that page: zoom, hover over an action to see what it waited for, search 3F2"),
         (f"{fpipe} train --schedule {other} --ranks {p} --out {out}-{other.lower()}", "the same losses, another order"),
