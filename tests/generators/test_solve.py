@@ -19,6 +19,7 @@ from fpipe.generators.solver.fill import Setting, fill
 from fpipe.generators.solver.periodic import extended
 from fpipe.generators.solver.periods import Periods, later
 from fpipe.generators.solver.problem import Problem, orders_of
+from fpipe.generators.solver.relaxation import relaxed
 from fpipe.generators.solver.search import Few, Search, Task
 
 
@@ -169,6 +170,9 @@ def test_no_bound_exceeds_brute_force_on_tiny_cases(long: bool) -> None:
         best = brute_force(costs, path, m, limit)
         s = quick(costs, max(path) + 1, m, Placement((path,), max(path) + 1), memory=limit, time_limit=0.02)  # type: ignore[arg-type]
         assert s.bound <= best + 1e-9 <= s.timeline.span + 2e-9, (path, m, costs, limit)
+        if exact.available():
+            problem = Problem.of(costs, path, max(path) + 1, m, (limit,) * (max(path) + 1))
+            assert relaxed(problem) <= best + 1e-6, (path, m, costs, limit)
         gaps.append(s.timeline.span / best - 1)
     assert sum(gap < 1e-9 for gap in gaps) > 0.8 * len(gaps)
 
@@ -180,6 +184,15 @@ def test_the_bound_of_a_v_is_the_frontier_of_controllable_memory(p: int) -> None
         problem = Problem.of(Costs(), Placement.v(p).paths[0], p, 4 * p, (k,) * p)
         idle = 3 * p - 1 - 3 * k + max(3 * p, p - 1 + 2 * (1 + -(-k // 2)))
         assert lower_bound(problem, Costs()) == 24 * p + idle
+
+
+def test_the_linear_program_is_the_largest_bound_within_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ortools")
+    monkeypatch.setattr(exact, "MOST", 0)
+    costs = Costs(F=3, I=2, W=1)
+    s = quick(costs, 4, 6, "one", memory=1, time_limit=5)
+    assert s.bound.reason.startswith("linear program") and s.gap < 1e-6
+    assert s.bound > lower_bound(Problem.of(costs, (0, 1, 2, 3), 4, 6, (1.0,) * 4), costs)
 
 
 def test_a_bound_has_a_reason() -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lower bounds on the span: no schedule of these costs on these ranks, within this memory, has a shorter one.
 
-Five are computed, and the largest counts; each names its reason:
+Six are computed, and the largest counts; each names its reason:
 
 * *work*: a rank is busy for its own work. Until its first backward can be there it has only forwards to run, and only
   as many as fit in memory; after its last forward it has only the backwards of what it holds. What is left of both
@@ -10,6 +10,7 @@ Five are computed, and the largest counts; each names its reason:
   waits, and the last microbatch comes back. Only the Ws that the later rank still holds then can come after that.
 * *path*: from a rank's first forward to its last backward a microbatch passes all later stages and comes back.
 * *memory*: what a rank holds lies there from its forward to its backward; that much area must fit under the limit.
+* *linear program*: precedence, work and memory together (``relaxation.py``), of few actions and with OR-tools.
 * *search*: what the exact solver proved.
 """
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ...errors import ScheduleError
 from ...schedule import Schedule
 from ...schedules.costs import Costs
-from . import exact, starts
+from . import exact, relaxation, starts
 from .bounds import Bound
 from .fill import Filled, Setting, best_fill, fill
 from .fused import merged
@@ -257,6 +257,9 @@ class Search:
 
     def _prove(self, problems: Sequence[Problem], bounds: Sequence[Bound]) -> None:
         """Solve small problems exactly: with a proof that no schedule is better, or with a better bound."""
+        if self._takes(problems[0], relaxation.MOST) and 0 < self.bound < self.span:
+            bounds = [self._relaxed(problem, bound) for problem, bound in zip(problems, bounds, strict=True)]
+            self.bound = min(bounds)
         if not self._takes(problems[0], exact.MOST):
             return
         proved = []
@@ -273,6 +276,13 @@ class Search:
             if answer.interrupted:
                 raise KeyboardInterrupt
         self.bound = min(proved)
+
+    def _relaxed(self, problem: Problem, bound: Bound) -> Bound:
+        """The bound of the linear program, where it is larger and there is time for it."""
+        if bound >= self.span or self.share() >= _DRAWS:
+            return bound
+        least = relaxation.relaxed(problem) * (1 - 1e-7)  # its solver is not exact
+        return Bound(min(least, self.span), "linear program of all starts") if least > bound * ALMOST else bound
 
     def _takes(self, problem: Problem, most: int) -> bool:
         """Whether the exact solver takes a problem: one of at most so many actions, and of split backwards."""
