@@ -75,6 +75,8 @@ class Config:
         if self.accumulate is not None and not getattr(self.accumulate, "is_floating_point", False):
             raise StageError(f"accumulate={self.accumulate!r}; give a floating dtype, such as torch.float32")
         check_seed(self.seed)
+        for names in self.tied:
+            _check_frozen_alike(names, self.frozen)
         if self.capture:
             check(self.group, self.copies is not None)
         for name in {name for names in self.sides for name in names} & RESERVED:
@@ -179,6 +181,17 @@ def check_seed(seed: object) -> None:
     """Raise StageError for a seed that is no integer: the text of another value may differ between ranks."""
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, Integral)):
         raise StageError(f"seed={seed!r}; give an integer, such as int(...) of it")
+
+
+def _check_frozen_alike(names: Sequence[str], frozen: Sequence[str]) -> None:
+    """Raise StageError where some copies of a tied parameter are frozen and others are trained apart from them."""
+    some = [name for name in names if tree.matches(name, frozen)]
+    if some and len(some) < len(names):
+        others = ", ".join(name for name in names if name not in some)
+        raise StageError(
+            f"{', '.join(some)} is frozen and {others} is not, but they are tied, so they are one parameter; freeze "
+            "all of its copies, or none"
+        )
 
 
 def _check_carry(what: str, stage: Stage) -> None:

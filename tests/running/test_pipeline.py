@@ -460,6 +460,14 @@ def test_a_frozen_pattern_that_fits_nothing_is_reported(params: list[Tensor], x:
         fpipe.grad(piped(frozen=["9.norm"]))(params, x, t)
 
 
+def test_copies_of_a_tied_parameter_are_frozen_together():
+    """Otherwise one copy is trained and the other is not."""
+    tied = [("0.w", "2.w")]
+    with pytest.raises(fpipe.StageError, match=r"0\.w is frozen and 2\.w is not, but they are tied"):
+        piped(frozen=["0.*"], tied=tied)
+    piped(frozen=["0.*", "*.w"], tied=tied)
+
+
 def test_leaves_that_are_no_floats_are_frozen(x: Tensor, t: Tensor):
     fn = lambda p, v: layer(p["w"], v) * p["n"] + p["i"]
     params = [{"w": torch.randn(WIDTH, WIDTH), "n": 2, "i": torch.tensor(1)} for _ in range(STAGES)]
