@@ -52,7 +52,10 @@ class Stateful(Protocol):
 
 
 class Trained(NamedTuple):
-    """The result of a run: parameters, state of the transform, and the number of steps."""
+    """The result of a run: parameters, state of the transform, and the number of steps.
+
+    If stages carry state, ``state`` is ``(state of the transform, states of the stages)``.
+    """
 
     params: Any
     state: Any
@@ -110,11 +113,8 @@ class Loop:
             raise TransformError(f"tx={self.tx!r}; give a transform such as fpipe.adamw(3e-4)")
         if self.path is not None and not isinstance(self.path, (str, os.PathLike)):
             raise CheckpointError(f"path={self.path!r}; give the folder of the run, or leave it out")
-        if self.pipe.config.loss is None or self.pipe.config.stateful:
-            why = "has no loss" if self.pipe.config.loss is None else "has stages that carry state"
-            raise StageError(
-                f"the pipeline {why}; give one with a loss, or write a loop with fpipe.save and fpipe.load"
-            )
+        if self.pipe.config.loss is None:
+            raise StageError("the pipeline has no loss; give one with a loss")
         if tensor_parallel(self.pipe)[1] > 1:
             raise UnsupportedError("Loop does not work with tp=; write a loop with fpipe.save and fpipe.load")
         if self.quorum is not None and self.pipe.copies is not None:
@@ -223,7 +223,8 @@ class Loop:
             steps: in all.
 
         Returns:
-            ``(params, state, step)``.
+            ``(params, state, step)``; if stages carry state, ``state`` is ``(state of the transform, states of the
+            stages)``.
 
         Raises:
             BatchError: if ``batch`` is no function, such as a loader.
@@ -246,14 +247,14 @@ class Loop:
             log, leads = self._logger(now.step), self._leads
             step_of = value_and_grad(self.pipe)
             while now.step < steps:
-                began, before = time.perf_counter(), Before.of(self.tx, now.state)
+                began, before = time.perf_counter(), Before.of(self.tx, self._of_tx(now))
                 loss, now = self._step(step_of, now, batch)
                 if leads != self._leads:
                     log, leads = self._logger(now.step - 1), self._leads
                 if log is not None:
                     seconds = round(time.perf_counter() - began, 6)
                     record = {"step": now.step, "loss": loss.item(), "seconds": seconds}
-                    log(record | before.figures(now.state) | self._took_part())
+                    log(record | before.figures(self._of_tx(now)) | self._took_part())
                 stop = self._stops(bool(signalled))
                 if now.step % self.every == 0 or now.step == steps or stop:
                     self._finish(saving)
@@ -275,8 +276,19 @@ class Loop:
             raise UnsupportedError("with quorum=, data must depend on the step and the copy alone; give a function")
         if not self.quorum.running(self.pipe.group):
             return self._joined(self._start(params, batch))
-        now = self._joined(Trained(list(params), self.tx.init(params), -1))
+        now = self._joined(self._initial(params)._replace(step=-1))
         return self._start(params, batch) if now.step < 0 else now  # the others were lost in the meantime
+
+    def _initial(self, params: Sequence[Any]) -> Trained:
+        """Before the first step."""
+        state, config = self.tx.init(params), self.pipe.config
+        if config.stateful:
+            state = state, [s.initial_state if i in config.here else None for i, s in enumerate(config.functions)]
+        return Trained(list(params), state, 0)
+
+    def _of_tx(self, now: Trained) -> Any:
+        """The state of the transform."""
+        return now.state[0] if self.pipe.config.stateful else now.state
 
     def _joined(self, now: Trained) -> Trained:
         """The state of all copies, once they have met."""
@@ -291,7 +303,7 @@ class Loop:
         """The last complete checkpoint, or the beginning."""
         step = self._latest()
         if step is None:
-            return Trained(list(params), self.tx.init(params), 0)
+            return self._initial(params)
         names = "params", "state", "step", "seed", "data"
         params, state, step, seed, data = load(self.folder(step), self.pipe, *names, like=list(params))
         if seed != self.pipe.config.seed:
@@ -317,14 +329,18 @@ class Loop:
         if len(args) == 2 and isinstance(args[0], (tuple, list)) and isinstance(args[1], dict):
             args, sides = args
         copy = 0 if self.quorum is None else self.quorum.copy
-        scaled = part_of(now.state, LossScaleState)
+        tx_state, stateful = self._of_tx(now), self.pipe.config.stateful
+        scaled = part_of(tx_state, LossScaleState)
         scale = None if scaled is None else scaled.scale
         options = {"loss_scale": scale, "seed": seed_of(self.pipe.config.seed, now.step, copy)}
+        options |= {"state": now.state[1]} if stateful else {}
         loss, grads = step_of(now.params, *args, **options, **sides)
+        loss, states = loss if stateful else (loss, None)
         if self.quorum is not None:
             loss, grads = self._mean(loss, grads, now)
         tx = self.tx
-        updates, state = tx.update(grads, now.state, now.params)
+        updates, state = tx.update(grads, tx_state, now.params)
+        state = (state, states) if stateful else state
         return loss, Trained(apply_updates(now.params, updates), state, now.step + 1)
 
     def _mean(self, loss: Any, grads: Any, now: Trained) -> Any:

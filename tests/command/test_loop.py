@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import fpipe
@@ -22,6 +22,7 @@ from checkpoint_model import Layout, adam, batch, by_name, optimizer, pipeline
 from common import same
 from fpipe import CheckpointError, Stage, testing
 
+NORM = "running_mean", "running_var", "num_batches_tracked"
 LAYOUTS = [Layout(8, "ZBV", 4), Layout(2, "1F1B", 2)]
 
 
@@ -107,6 +108,31 @@ def test_records_have_the_rate_and_the_norm():
         seen.clear()
         fpipe.Loop(pipe, tx, log=seen.append).run(params, broken, 3)
         assert ["norm" in row for row in seen] == [True, False, True]
+
+
+def test_running_statistics_are_saved_and_continue_under_another_cut(tmp_path: Path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3), nn.BatchNorm1d(3))
+    numbers = lambda step: torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+
+    def loop(cuts: list[str], path: Path | None) -> tuple[fpipe.Loop, Any]:
+        stages, params = fpipe.from_module(model, cuts=cuts)
+        pipe = fpipe.pipeline(stages, loss=nn.functional.mse_loss, microbatches=2, group=fpipe.local(len(stages)))
+        return fpipe.Loop(pipe, fpipe.adamw(1e-2), path=path, every=2), params
+
+    (whole, params), (parts, _), (other, more) = (
+        loop(["2"], None),
+        loop(["2"], tmp_path),
+        loop(["1", "2", "3"], tmp_path),
+    )
+    batch = lambda step: (numbers(step), torch.zeros(8, 3))
+    want = whole.run(params, batch, 6)
+    parts.run(params, batch, 2)
+    assert same(parts.run(params, batch, 4), whole.run(params, batch, 4))
+    found = other.run(more, batch, 6)
+    statistics = lambda now: {name: leaf for stage in now.state[1] if stage for name, leaf in stage.items()}
+    assert statistics(found).keys() == {f"{n}.{name}" for n in "13" for name in NORM}
+    assert same(statistics(found), statistics(want))
 
 
 def test_a_loader_is_no_function_of_the_step():
