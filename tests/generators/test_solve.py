@@ -13,6 +13,7 @@ import torch
 
 import fpipe
 from fpipe import Costs, Placement, Schedule, ScheduleError, Solved, make_schedule, solve
+from fpipe.generators.automatic_loop import automatic_loop
 from fpipe.generators.solver import exact
 from fpipe.generators.solver.bounds import lower_bound
 from fpipe.generators.solver.fill import Setting, fill
@@ -237,6 +238,14 @@ def test_never_longer_than_a_named_schedule_that_fits() -> None:
                 continue
             if len(make_schedule(name, 3, 9, stages=6).placement.paths) == 1 and max(t.peak_bytes) <= limit:
                 assert s.timeline.span <= t.span + 1e-9, name
+
+
+@pytest.mark.parametrize(("p", "m", "limit"), [(4, 16, 6), (8, 32, 24)])
+def test_never_longer_than_the_heuristic_for_loops(p: int, m: int, limit: float) -> None:
+    """Before, the first of these was solved one microbatch after another."""
+    costs = Costs(F=4.9, I=5.2, W=3.5, comm=0.2)
+    heuristic = automatic_loop(p, m, 2 * p, costs, limit=limit).simulate(costs)
+    assert quick(costs, p, m, "loop", memory=limit).timeline.span <= heuristic.span * (1 + 1e-9)
 
 
 def test_microbatches_that_differ_are_put_in_order() -> None:

@@ -240,6 +240,8 @@ class Search:
                     self._offer(other, task.whole.limit)
             if not small and self.schedule is not before:
                 break  # of many actions the first that fits must do
+        for schedule in starts.looped(task.whole, self.costs):
+            self._offer(schedule, task.whole.limit)
         for orders in starts.orders(task.problem):
             if self.share() >= _DRAWS or min(self.span, task.span) <= task.bound * ALMOST:
                 break

@@ -16,6 +16,7 @@ from ...schedule import Schedule
 from ...schedules.actions import Action, Row, joined
 from ...schedules.costs import Costs
 from ..automatic import rounds
+from ..automatic_loop import automatic_loop
 from ..catalogue import make_schedule, schedule_names
 from .dispatch import dispatch
 from .fill import Filled
@@ -42,6 +43,16 @@ def named(problem: Problem, names: Sequence[str] = ()) -> Iterator[Schedule]:
                 for count in (few, many)
             ):
                 yield renumbered(schedule) if problem.even else schedule
+
+
+def looped(problem: Problem, costs: Costs) -> Iterator[Schedule]:
+    """What the heuristic for several chunks a rank gives, where stages go round and microbatches cost alike."""
+    p = problem
+    loop = tuple(s % p.ranks for s in range(p.stages))
+    if p.path == loop and p.ranks < p.stages and p.small and p.even and not p.whole:
+        most = p.microbatches * max(sum(p.saved[s] for s in held) for held in p.of_rank)
+        with suppress(ScheduleError):  # less memory than it can do with
+            yield automatic_loop(p.ranks, p.microbatches, p.stages, costs, limit=min(*p.limit, most))
 
 
 def renumbered(schedule: Schedule) -> Schedule:
