@@ -221,7 +221,7 @@ REFUSED = [
     ("draw ZBV --costs nowhere.json", 2, "nowhere.json: No such file"),
     ("draw ZBV 1F1B --costs F=1:1:1:1", 2, "give one number"),
     ("draw ZBV --out a.gif", 2, "ends in .svg, .png"),
-    ("draw ZBV --out nowhere/a.svg", 2, "nowhere/a.svg: No such file or directory"),
+    ("draw ZBV --out nowhere/a.svg", 2, "cannot write 'nowhere/a.svg': No such file or directory"),
     ("draw ZBV --rank 4", 2, "--ranks"),
     ("draw nowhere.csv", 2, "there is no file 'nowhere.csv'"),
     ("draw good.csv --ranks 8", 2, "is a schedule of 2 ranks, not 8; leave out --ranks"),
