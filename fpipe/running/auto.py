@@ -9,10 +9,10 @@ from the programs of all stages. Rank 0 searches, and the others get what it cho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from ..collectives.group import Group
 from ..errors import ScheduleError, StageError
@@ -23,9 +23,25 @@ from ..schedule import Placement, Schedule
 from ..schedules.costs import Costs, as_costs
 from .handshake import alone
 
-SECONDS = 2.0  #: of a search
 #: op or figure -> stage -> its value
 Figures = Mapping[str, Mapping[int, float]]
+SECONDS = 2.0  #: of a search
+TRIES = 4  #: choices whose plans are checked against the memory
+T = TypeVar("T")
+
+
+class Plans(Protocol):
+    """What is read of the plans of a schedule."""
+
+    @property
+    def figures(self) -> Figures:
+        """What programs are expected to take."""
+        ...
+
+    @property
+    def peak(self) -> Mapping[int, int]:
+        """The most bytes that a rank holds."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,21 +102,41 @@ class Auto:
         return self.chosen.setdefault(microbatches, (Schedule.parse(rows, name=name), why))[0]
 
     def estimated(
-        self, microbatches: int, figures: Figures, peaks: Mapping[int, int], run: Schedule, devices: str
-    ) -> Schedule:  # fmt: skip
-        """Choose from what the programs of all stages are expected to take. ``run`` is the schedule whose plans have
-        these peaks of memory, by rank."""
-        here = _plain(figures), dict(peaks)
-        gathered = [here] if alone(self.group) else self.group.gather_objects(here)
+        self, microbatches: int, plans_of: Callable[[Schedule], Plans], run: Schedule, devices: str
+    ) -> Schedule:
+        """Choose from what the programs of all stages are expected to take. Collective.
+
+        ``run`` is a schedule with the same placement, and ``plans_of`` returns the plans of one. What plans hold beside
+        activations depends on the schedule, so the plans of what is chosen are checked. Where they exceed the memory,
+        the choice is made again with as much less.
+        """
         known: dict[str, dict[int, float]] = {}
-        for part, _ in gathered:
+        plans = plans_of(run)
+        for part in self._gathered(_plain(plans.figures)):
             for name, values in part.items():
                 known.setdefault(name, {}).update(values)
         costs = costs_of(known, self.stages, RATES.get(devices, RATES["cuda"]).latency / 1000)
-        held = run.simulate(costs).peak_bytes
-        all_peaks = {rank: peak for _, part in gathered for rank, peak in part.items()}
-        used = max((peak - held[rank] for rank, peak in all_peaks.items()), default=0.0)
-        return self.choose(microbatches, costs, run.placement, max(used, 0.0))
+        held, peaks = run.simulate(costs).peak_bytes, self._peaks(plans)
+        used = max(0.0, *(peak - held[rank] for rank, peak in peaks.items()))
+        over = 0.0
+        for _ in range(TRIES):
+            used += over
+            schedule = self.choose(microbatches, costs, run.placement, used)
+            over = 0.0 if self.memory is None else max(self._peaks(plans_of(schedule)).values()) - self.memory
+            if over <= 0:
+                return schedule
+            del self.chosen[microbatches]
+        raise ScheduleError(
+            f"the plans of {TRIES} schedules that were chosen take more than memory={self.memory:g}, the last one by "
+            f"{over:,.0f} bytes; give more memory, more ranks or zero=", rule="memory",
+        )  # fmt: skip
+
+    def _peaks(self, plans: Plans) -> dict[int, int]:
+        """The peaks of memory of all ranks."""
+        return {rank: peak for part in self._gathered(plans.peak) for rank, peak in part.items()}
+
+    def _gathered(self, here: T) -> list[T]:
+        return [here] if alone(self.group) else self.group.gather_objects(here)
 
 
 def chosen_by(

@@ -163,10 +163,9 @@ class Pipeline(Generic[Y, R]):
     def _choose(
         self, auto: Auto, call: Call, params: Sequence[Tree], x: Tree, targets: Sequence[Tree], side: dict[str, Tree]
     ) -> None:  # fmt: skip
-        """Choose the schedule for a number of microbatches, by plans of another one with the same placement."""
-        run = self.schedule(call.number)
-        plans = self.under(run).plan(params, x, *targets, **side)
-        auto.estimated(call.number, plans.figures, plans.peak, run, self.config.device.type)
+        """Choose the schedule for a number of microbatches, by plans of others with the same placement."""
+        plans_of = lambda schedule: self.under(schedule).plan(params, x, *targets, **side)
+        auto.estimated(call.number, plans_of, self.schedule(call.number), self.config.device.type)
 
     @property
     def why(self) -> str:

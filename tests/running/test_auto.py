@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -70,6 +73,38 @@ def test_less_memory_gives_a_schedule_that_holds_less() -> None:
         pipe = fpipe.pipeline([layer] * 4, "auto", memory=share * most, loss=loss, microbatches=8, group=fpipe.local(2))
         fpipe.value_and_grad(pipe)(params, x, x)
         assert max(pipe.plan(params, x, x).peak.values()) <= share * most
+
+
+def test_a_choice_whose_plans_hold_more_than_was_expected_is_made_again() -> None:
+    run, figures = fpipe.make_schedule("ZBV", 2, 6), {name: dict.fromkeys(range(4), 1.0) for name in "FIWB"}
+    figures |= {"saved": dict.fromkeys(range(4), 2.0), "kept": dict.fromkeys(range(4), 1.0)}
+    costs, tried = auto.costs_of(figures, 4, 0.0), []
+
+    def plans_of(schedule: fpipe.Schedule) -> SimpleNamespace:
+        held = schedule.simulate(costs).peak_bytes
+        tried.append(max(held))
+        return SimpleNamespace(
+            figures=figures, peak=dict(enumerate(held if schedule is run else (h + 3 for h in held)))
+        )
+
+    chosen = auto.Auto.of(fpipe.local(2), 4, 9.0, None, 6).estimated(6, plans_of, run, "cpu")
+    assert max(chosen.simulate(costs).peak_bytes) + 3 <= 9
+    assert len(tried) > 2, "the first choice was taken"
+    with pytest.raises(ScheduleError, match="memory"):
+        auto.Auto.of(fpipe.local(2), 4, 4.0, None, 6).estimated(6, plans_of, run, "cpu")
+
+
+@pytest.mark.parametrize("share", [0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.9])
+def test_plans_keep_to_the_memory_or_the_choice_is_refused(share: float) -> None:
+    """What a plan holds beside activations depends on its schedule."""
+    params, x = model(6)
+    named = fpipe.pipeline([layer] * 6, "LoopedBFS", loss=loss, microbatches=6, group=fpipe.local(2))
+    x = torch.cat([x, x[:4]])
+    memory = share * max(named.plan(params, x, x).peak.values())
+    pipe = fpipe.pipeline([layer] * 6, "auto", memory=memory, loss=loss, microbatches=6, group=fpipe.local(2))
+    with contextlib.suppress(ScheduleError):
+        fpipe.value_and_grad(pipe)(params, x, x)
+        assert max(pipe.plan(params, x, x).peak.values()) <= memory
 
 
 def test_too_little_memory_and_options_that_do_not_fit_are_errors() -> None:
