@@ -6,8 +6,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-# one worker more than cores: tests of processes and of time-outs wait
-JOBS   ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+JOBS   ?= auto
 ARGS   ?=
 export OMP_NUM_THREADS ?= 1
 

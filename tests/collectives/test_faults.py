@@ -113,7 +113,7 @@ def _mismatch() -> tuple[bool, list[float]]:
     try:
         first.recv(SPECS, other, rank).wait()  # no rank sends
     except GroupError as error:
-        stalled = "longer than timeout=1" in str(error) or "connection broke" in str(error)
+        stalled = "longer than timeout=2" in str(error) or "connection broke" in str(error)
     first.close()
     group.barrier()
     second = adopt(dist.new_group(), timeout=20)  # type: ignore[arg-type]
