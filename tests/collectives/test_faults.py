@@ -108,7 +108,7 @@ def _mismatch() -> tuple[bool, list[float]]:
     group = init(timeout=20)
     assert isinstance(group, C10dGroup)
     rank, other = group.rank, 1 - group.rank
-    first = adopt(dist.new_group(), timeout=1.0)  # type: ignore[arg-type]
+    first = adopt(dist.new_group(), timeout=2.0)  # type: ignore[arg-type]
     stalled = False
     try:
         first.recv(SPECS, other, rank).wait()  # no rank sends
