@@ -26,6 +26,7 @@ import fpipe
 from benchmarks.bench_runner import measure as host_work
 from benchmarks.command import options, save
 from benchmarks.gpu_layers import Shape, Split, of_a_step, offload, weave
+from benchmarks.measure import peak
 
 RANKS, MICROBATCHES, VOCABULARY = 4, 8, 1024
 STAGES = 2 * RANKS
@@ -154,21 +155,9 @@ class Bench:
         for step in (self.pipeline(), self.plain(ahead=ahead)):
             step()
             self.wait()
-            peaks.append(self.peak(step))
+            peaks.append(peak(step, self.device))
         return {"what": f"memory, {ahead} microbatches in flight", "fpipe": peaks[0] / 2**20, "peer": peaks[1] / 2**20,
                 "ratio": peaks[0] / max(peaks[1], 1), "limit": 1.0, "unit": "MiB"}  # fmt: skip
-
-    def peak(self, step: Callable[[], Any]) -> int:
-        """Bytes."""
-        if self.device.type == "cpu":
-            return 0
-        module = torch.get_device_module(self.device)
-        module.empty_cache()
-        module.reset_peak_memory_stats(self.device)
-        before = module.memory_allocated(self.device)
-        step()
-        self.wait()
-        return module.max_memory_allocated(self.device) - before
 
 
 def in_flight() -> int:

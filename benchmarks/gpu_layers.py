@@ -20,7 +20,7 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 
 import fpipe
 from benchmarks.bench_overlap import mean_square, stage_of
-from benchmarks.measure import alternate, ratio
+from benchmarks.measure import alternate, peak, ratio
 
 Row = dict[str, Any]
 
@@ -172,31 +172,15 @@ def of_a_step(split: Split, shape: Shape, microbatches: int = 4) -> list[Row]:
         wholes.append(time.perf_counter() - start)
         del kept
     host, whole = statistics.median(hosts), statistics.median(wholes)
-    actions = 4 * microbatches
+    most, actions = peak(lambda: step(params, x, x), split.device), 4 * microbatches
     return [
-        {"what": "memory of a step, its plan", "fpipe": _peak(lambda: step(params, x, x), split) / 2**20,
-         "peer": plan.peak[0] / 2**20, "ratio": _peak(lambda: step(params, x, x), split) / plan.peak[0], "limit": 1.02,
-         "unit": "MiB"},
+        {"what": "memory of a step, its plan", "fpipe": most / 2**20, "peer": plan.peak[0] / 2**20,
+         "ratio": most / plan.peak[0], "limit": 1.02, "unit": "MiB"},
         {"what": "host, the device", "fpipe": 1e3 * host, "peer": 1e3 * whole, "ratio": host / whole, "limit": 1.0,
          "unit": "ms"},
         {"what": "host work per action", "fpipe": 1e6 * host / actions, "peer": None, "ratio": None, "limit": None,
          "unit": "us"},
     ]  # fmt: skip
-
-
-def _peak(step: Callable[[], Any], split: Split) -> int:
-    """The most bytes that a step allocates; 0 on a CPU, which does not count them."""
-    if split.device.type == "cpu":
-        return 0
-    module = torch.get_device_module(split.device)
-    module.empty_cache()
-    module.reset_peak_memory_stats(split.device)
-    before = module.memory_allocated(split.device)
-    kept = step()
-    split.wait()
-    peak = module.max_memory_allocated(split.device) - before
-    del kept
-    return peak
 
 
 # ---- weaving --------------------------------------------------------------------------------------------------------

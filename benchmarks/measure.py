@@ -48,6 +48,21 @@ def begin(group: Any, ahead: float = 5e-3) -> float:
     return start_time
 
 
+def peak(step: Callable[[], Any], device: torch.device) -> int:
+    """The most bytes that a step allocates on a device, beyond what was there before it; 0 on a CPU."""
+    if device.type == "cpu":
+        return 0
+    module = torch.get_device_module(device)
+    module.empty_cache()
+    module.reset_peak_memory_stats(device)
+    before = module.memory_allocated(device)
+    kept = step()
+    torch.accelerator.synchronize(device)
+    most = module.max_memory_allocated(device) - before
+    del kept
+    return most
+
+
 def load() -> float:
     """The mean number of runnable processes over the last minute."""
     return round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else float("nan")
