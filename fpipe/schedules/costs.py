@@ -84,8 +84,7 @@ class Costs:
             raise _refuse(f"unit={self.unit!r} must be a word, such as 'ms'")
 
     def __repr__(self) -> str:
-        shown = [f.name for f in fields(self) if f.name in "FIW" or getattr(self, f.name) != f.default]
-        return f"Costs({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+        return self._shown(repr)
 
     def __str__(self) -> str:
         """As ``repr``, with four digits of each number.
@@ -99,8 +98,12 @@ class Costs:
                 return f"({', '.join(map(short, value))}{',' if len(value) == 1 else ''})"
             return f"{value:.4g}" if isinstance(value, float) else repr(value)
 
+        return self._shown(short)
+
+    def _shown(self, text: Callable[[Any], str]) -> str:
+        """F, I, W and what differs from its default."""
         shown = [f.name for f in fields(self) if f.name in "FIW" or getattr(self, f.name) != f.default]
-        return f"Costs({', '.join(f'{name}={short(getattr(self, name))}' for name in shown)})"
+        return f"Costs({', '.join(f'{name}={text(getattr(self, name))}' for name in shown)})"
 
     # ---- text ---------------------------------------------------------------------------------------------------
     @classmethod
