@@ -24,7 +24,7 @@ import torch
 
 from ..collectives.quorum import Quorum
 from ..errors import BatchError, CheckpointError, StageError, TransformError, UnsupportedError
-from ..running.gradients import value_and_grad
+from ..running.gradients import check_pipeline, value_and_grad
 from ..running.pipeline import Pipeline
 from ..saving._pipe import tensor_parallel
 from ..saving.load import load
@@ -107,8 +107,7 @@ class Loop:
     quorum: Quorum | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.pipe, Pipeline):
-            raise StageError(f"Loop takes what fpipe.pipeline returns, not {type(self.pipe).__name__}")
+        check_pipeline("Loop", self.pipe)
         if not isinstance(self.tx, Transform):
             raise TransformError(f"tx={self.tx!r}; give a transform such as fpipe.adamw(3e-4)")
         if self.path is not None and not isinstance(self.path, (str, os.PathLike)):

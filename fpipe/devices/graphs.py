@@ -19,14 +19,10 @@ _NAMES = ("CUDAGraph", "XPUGraph", "NPUGraph")
 
 
 class Recorded(NamedTuple, Generic[T]):
-    """What a function returned, whose tensors ``replay`` fills anew from the memory that the function read.
-
-    ``held`` are the bytes that the graph keeps allocated.
-    """
+    """What a function returned, whose tensors ``replay`` fills anew from the memory that the function read."""
 
     results: T
     replay: Callable[[], object]
-    held: int
 
 
 Record = Callable[[Callable[[], Any]], Recorded[Any]]
@@ -52,7 +48,6 @@ def _record(module: Any, kind: Callable[[], Any], device: torch.device, fn: Call
     graph = kind()
     with module.device(device):
         module.synchronize()
-        before = module.memory_reserved()
         with module.graph(graph):
             results = fn()
-        return Recorded(results, graph.replay, max(module.memory_reserved() - before, 0))
+        return Recorded(results, graph.replay)

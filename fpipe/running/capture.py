@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from threading import RLock
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -21,9 +21,7 @@ from ..collectives.group import Group
 from ..devices import graphs
 from ..errors import StageError
 
-#: A step without a graph, as a function of the arguments of its call.
-Step: TypeAlias = Callable[..., Any]
-#: The same as a function of the tensors among them.
+#: A step without a graph, as a function of the tensors among its arguments.
 TensorStep: TypeAlias = Callable[[Sequence[torch.Tensor]], Any]
 
 #: The classes of tensors whose memory is one piece.
@@ -63,11 +61,13 @@ class Graph:
     recorded: graphs.Recorded[Any] | None = None
     times: int = 0
 
+    def seen(self, tensors: Sequence[torch.Tensor]) -> Graph:
+        """The state after a first step, which runs without a graph."""
+        return replace(self, places=_places(tensors), fixed=(None,) * len(tensors))
+
     def after(self, tensors: Sequence[torch.Tensor], step: TensorStep) -> tuple[Graph, Any]:
-        """The next state, and the result of the step on these tensors: by the graph from the second step on."""
-        places = tuple([tensor.data_ptr() for tensor in tensors])
-        if not self.places:
-            return replace(self, places=places, fixed=(None,) * len(places)), step(tensors)
+        """The next state, and the result of the step on these tensors by the graph, which is recorded if need be."""
+        places = _places(tensors)
         moved = [here != before for here, before in zip(places, self.places, strict=True)]
         unread = any(m and fixed is None for m, fixed in zip(moved, self.fixed, strict=True))
         graph = self if self.recorded is not None and not unread else self._recorded(tensors, moved, step)
@@ -101,38 +101,45 @@ class Graph:
 Graphs: TypeAlias = dict[Any, Graph | str]
 
 
-def run(
-    known: Graphs, key: Any, device: torch.device, args: tuple[Any, ...], step: Step, why_not: Callable[[], str]
-) -> Any:
-    """A step, ``step(*args)``, by the graph of its signature. ``why_not`` is called after the first one."""
-    with _LOCK:
-        return _run(known, key, device, args, step, why_not)
+class Step(NamedTuple):
+    """A step as functions: ``plain()`` runs it without a graph, ``on(*args)`` on other arguments of the same signature.
 
+    ``why_not()`` is called after the first one: the reason why its signature cannot be recorded, or nothing.
+    """
 
-def _run(
-    known: Graphs, key: Any, device: torch.device, args: tuple[Any, ...], step: Step, why_not: Callable[[], str]
-) -> Any:
-    graph = _find(known, key, device)
-    if graph is None:
-        return step(*args)
-    leaves, structure = tree.flatten(args)
-    at = [index for index, leaf in enumerate(leaves) if tree.is_tensor(leaf)]
+    plain: Callable[[], Any]
+    on: Callable[..., Any]
+    why_not: Callable[[], str]
 
-    def on(tensors: Sequence[torch.Tensor]) -> Any:
-        given = dict(zip(at, tensors, strict=True))
-        return step(*tree.unflatten(structure, [given.get(i, leaf) for i, leaf in enumerate(leaves)]))
+    def run(self, known: Graphs, key: Any, device: torch.device, args: tuple[Any, ...]) -> Any:
+        """The step by the graph of its signature."""
+        with _LOCK:
+            graph = _find(known, key, device)
+            return self.plain() if graph is None else self._run(known, key, graph, args)
 
-    if not graph.places:
-        odd = _odd(leaves)
-        known[key], result = (odd, step(*args)) if odd else graph.after([leaves[index] for index in at], on)
-        _give_up(known, key, odd or why_not())
-        return result
-    try:
-        known[key], result = graph.after([leaves[index] for index in at], on)
-        return result
-    except Exception as error:
-        _give_up(known, key, str(error).partition("\n")[0])
-    return step(*args)
+    def _run(self, known: Graphs, key: Any, graph: Graph, args: tuple[Any, ...]) -> Any:
+        leaves, structure = tree.flatten(args)
+        at = [index for index, leaf in enumerate(leaves) if tree.is_tensor(leaf)]
+        tensors = [leaves[index] for index in at]
+        if not graph.places:
+            result = self.plain()
+            why_not = _odd(tensors) or self.why_not()
+            if why_not:
+                _give_up(known, key, why_not)
+            else:
+                known[key] = graph.seen(tensors)
+            return result
+
+        def on(tensors: Sequence[torch.Tensor]) -> Any:
+            given = dict(zip(at, tensors, strict=True))
+            return self.on(*tree.unflatten(structure, [given.get(i, leaf) for i, leaf in enumerate(leaves)]))
+
+        try:
+            known[key], result = graph.after(tensors, on)
+            return result
+        except Exception as error:
+            _give_up(known, key, str(error).partition("\n")[0])
+        return self.plain()
 
 
 def _find(known: Graphs, key: Any, device: torch.device) -> Graph | None:
@@ -145,15 +152,18 @@ def _find(known: Graphs, key: Any, device: torch.device) -> Graph | None:
 
 
 def _give_up(known: Graphs, key: Any, reason: str) -> None:
-    """Run steps of this signature without a graph from now on, and warn, where there is a reason."""
-    if reason:
-        known[key] = reason
-        warnings.warn(f"capture=True: steps run without a graph, since {reason}", stacklevel=5)
+    """Run steps of this signature without a graph from now on, and warn."""
+    known[key] = reason
+    warnings.warn(f"capture=True: steps run without a graph, since {reason}", stacklevel=5)
 
 
-def _odd(leaves: Sequence[Any]) -> str:
+def _places(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    return tuple([tensor.data_ptr() for tensor in tensors])
+
+
+def _odd(tensors: Sequence[torch.Tensor]) -> str:
     """The reason why arguments cannot be read from fixed memory, or nothing."""
-    odd = next((leaf for leaf in leaves if tree.is_tensor(leaf) and type(leaf) not in PLAIN), None)
+    odd = next((tensor for tensor in tensors if type(tensor) not in PLAIN), None)
     return "" if odd is None else f"an argument is a {type(odd).__name__}, whose memory is not one piece"
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias, overload
 
 import torch
 
+from .. import tree
 from ..errors import StageError
 from ..tree import Tree
 from . import calls, capture
@@ -121,15 +122,17 @@ def value_and_grad(
         prepare = lambda params, x, targets, side, scale: pipe.call(
             "grad", params, x, targets, side, seed=seed, wanted=wanted, has_aux=has_aux, each=each, loss_scale=scale,
         )  # fmt: skip
-        args = params, x, targets, side, loss_scale
-        call = prepare(*args)
+        call = prepare(params, x, targets, side, loss_scale)
         if calls.surrounded():
             value, grads = nested.value_and_grad(call, x)
         elif config.capture and not calls.observed():
-            key = call.signature(), _value, loss_scale if isinstance(loss_scale, float) else None
-            step = lambda *args: calls.value_and_grad(prepare(*args), cache, _value)
-            why_not = lambda: calls.unrecordable(call, cache)
-            value, grads = capture.run(cache.graphs, key, config.device, args, step, why_not)
+            key = call.signature(), _value, None if tree.is_tensor(loss_scale) else loss_scale
+            step = capture.Step(
+                plain=lambda: calls.value_and_grad(call, cache, _value),
+                on=lambda *args: calls.value_and_grad(prepare(*args), cache, _value),
+                why_not=lambda: calls.unrecordable(call, cache),
+            )
+            value, grads = step.run(cache.graphs, key, config.device, (params, x, targets, side, loss_scale))
         else:
             value, grads = calls.value_and_grad(call, cache, _value)
         return value, grads[0] if isinstance(argnums, int) else grads
@@ -137,14 +140,15 @@ def value_and_grad(
     return call
 
 
-def _check_pipeline(name: str, pipe: object) -> None:
+def check_pipeline(name: str, pipe: object) -> None:
+    """Raise StageError unless it is a pipeline."""
     if not isinstance(pipe, Pipeline):
         raise StageError(f"{name} takes what fpipe.pipeline returns, not {type(pipe).__name__}")
 
 
 def _wanted(pipe: Pipeline[Any, Any], argnums: object) -> tuple[int, ...]:
     """The arguments that are differentiated."""
-    _check_pipeline("value_and_grad", pipe)
+    check_pipeline("value_and_grad", pipe)
     if pipe.config.loss is None:
         raise StageError("this pipeline has no loss to differentiate; say pipeline(..., loss=) or use fpipe.vjp")
     given: tuple[object, ...] = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
@@ -227,7 +231,7 @@ def vjp(
     >>> pullback(dy)[0]
     [tensor(8.9925), tensor(5.9950)]
     """
-    _check_pipeline("vjp", pipe)
+    check_pipeline("vjp", pipe)
     if pipe.config.loss is not None or targets:
         raise StageError("vjp takes a pipeline without a loss; leave loss= out, or use value_and_grad")
     scalar = next((stage.label for stage in pipe.config.functions if stage.aux_loss), None)

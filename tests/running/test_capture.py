@@ -48,7 +48,7 @@ class Recorder:
             for leaf, new in zip(leaves, again, strict=True):
                 leaf.copy_(new)
 
-        return graphs.Recorded(results, replay, 0)
+        return graphs.Recorded(results, replay)
 
 
 @pytest.fixture
@@ -140,10 +140,15 @@ def test_a_signature_has_a_graph_of_its_own_and_few_have_one(recorder: Recorder)
     assert recorder.recorded == capture.KEPT
 
 
-def test_loss_scales(recorder: Recorder):
+@pytest.mark.parametrize(
+    "scales",
+    [(2.0, 2.0, 4.0, 4.0), (2, 2, 4, 4), tuple(torch.tensor(float(n)) for n in (8, 16, 32))],
+    ids=["float", "int", "tensor"],
+)
+def test_loss_scales(recorder: Recorder, scales: tuple[Any, ...]):
     step, plain = pipes()
     params, x, t = params_of(), torch.randn(8, 3), torch.randn(8, 3)
-    for scale in (2.0, 2.0, 4.0, 4.0, torch.tensor(8.0), torch.tensor(16.0), torch.tensor(32.0)):
+    for scale in scales:
         assert equal(step(params, x, t, loss_scale=scale), plain(params, x, t, loss_scale=scale))
 
 

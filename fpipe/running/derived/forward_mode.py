@@ -23,6 +23,7 @@ from ...errors import StageError
 from ...stage import Stage, as_stage
 from ...tree import Tree
 from .. import calls
+from ..gradients import check_pipeline
 from ..microbatches import Microbatches
 from ..pipeline import Pipeline
 from ..signatures import P
@@ -107,8 +108,7 @@ def hvp(pipe: Pipeline, params: Sequence[P], v: Sequence[P], x: Tree, *targets: 
 
 def dual(pipe: Pipeline) -> Pipeline:
     """The pipeline of dual stages, derived once for each pipeline: params ``(p, v)``, input ``(x, dx, None)``."""
-    if not isinstance(pipe, Pipeline):
-        raise StageError(f"forward mode takes what fpipe.pipeline returns, not {type(pipe).__name__}")
+    check_pipeline("forward mode", pipe)
     _load_rules()
     twin = _DUALS.get(pipe)
     if twin is None:

@@ -21,7 +21,7 @@ from ...errors import StageError
 from ...stage import Stage, as_stage
 from ...tree import Tree
 from ..config import Config
-from ..gradients import value_and_grad
+from ..gradients import check_pipeline, value_and_grad
 from ..microbatches import Microbatches, count, split
 from ..pipeline import Pipeline
 from ..signatures import P
@@ -94,8 +94,7 @@ def per_example(pipe: Pipeline, scale: float | Factors | None = None) -> PerExam
     >>> norms.tolist(), [round(g.item(), 4) for g in grads]
     ([110.0, 0.0], [0.8, 0.6])
     """
-    if not isinstance(pipe, Pipeline):
-        raise StageError(f"per_example takes what fpipe.pipeline returns, not {type(pipe).__name__}")
+    check_pipeline("per_example", pipe)
     return PerExample(pipe, scale)
 
 
