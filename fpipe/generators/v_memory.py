@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """V: the V of ZBV with any memory between that of V-Min and that of ZBV.
 
-Qi et al., "Pipeline Parallelism with Controllable Memory", 2024 (arXiv:2405.15362). A microbatch goes down the ranks,
-up, down and up again; how many slots a rank it takes on each way, and how many it waits at the first rank, decides how
-long activations live. With one slot a rank and a wait of 3k - 2p slots all ranks hold about k chunks. Blocks with these
-steps and waits are tried under the limit, and the shortest span at unit cost wins; each rank runs the passes in the
-order of the repeated blocks, each as soon as it can, and W where there is nothing else to do. 4 ranks that hold 6 of
-ZBV's 8 chunks (small letters are a rank's second chunk):
+Qi et al., "Pipeline Parallelism with Controllable Memory", 2024 (arXiv:2405.15362). Up to about 3p / 2 chunks of ZBV's
+2p the lines of ``v_lines`` idle for the least time that the memory allows. With more chunks blocks are repeated: a
+microbatch goes down the ranks, up, down and up again; how many slots a rank it takes on each way, and how many it waits
+at the first rank, decides how long activations live. With one slot a rank and a wait of 3k - 2p slots all ranks hold
+about k chunks. Blocks with these steps and waits are tried under the limit, and the shortest span at unit cost wins;
+each rank runs the passes in the order of the repeated blocks, each as soon as it can, and W where there is nothing else
+to do. 4 ranks that hold 6 of ZBV's 8 chunks (small letters are a rank's second chunk):
 
     rank 0   F F F F F . . f i w f i w . f I i W F w f I i W F w f I i W
     rank 1   . F F F F . f . f i w . i f I w F i W f I w F i W f I w F i
@@ -25,10 +26,12 @@ from ..errors import ScheduleError
 from ..schedule import Schedule
 from ..schedules.costs import Costs
 from ..schedules.placement import Placement
+from .solver.bounds import lower_bound
 from .solver.dispatch import dispatch
 from .solver.fill import Filled, fill
 from .solver.problem import Problem
 from .v_family import make_v_half, make_v_min
+from .v_lines import line_orders
 from .zbv import make_zbv
 
 #: Slots a rank on the four ways; each is the best one for some number of ranks and some limit.
@@ -61,7 +64,13 @@ def make_v(ranks: int, microbatches: int, stages: int, memory: float = 1.0) -> S
         made = make_zbv(ranks, microbatches, stages)
         return Schedule(made.rows, made.placement, microbatches, "V")
     problem = _problem(ranks, microbatches, chunks)
-    found = [
+    bound = lower_bound(problem, Costs())
+    found = []
+    if (filled := fill(problem, line_orders(ranks, microbatches, chunks), bound)) is not None:
+        found.append(problem.schedule(filled.rows, "V"))
+        if filled.span == bound:
+            return found[0]
+    found += [
         made for limit, make in ((least, make_v_min), (2 * ((ranks + 2) // 2), make_v_half))
         if limit <= chunks and max((made := make(ranks, microbatches, stages)).simulate().peak) <= chunks
     ]  # fmt: skip

@@ -396,7 +396,17 @@ def test_an_action_is_made_with_a_few_lines_whatever_the_size(name: str) -> None
 
 
 #: p -> limits in chunks at which the idle time is the published one, 3p - 1 - 3k + max(3p, p - 1 + 2(1 + ceil(k/2)))
-FRONTIER = {4: (4, 6, 7, 8), 8: (8, 10, 12, 16)}
+FRONTIER = {4: (4, 5, 6, 7, 8), 8: (8, 9, 10, 11, 12, 16)}
+
+
+@pytest.mark.parametrize("p", [3, 5, 7, 16, 32])
+def test_lines_idle_for_the_least_time_of_their_memory(p: int) -> None:
+    """Up to 3p / 2 chunks, odd numbers too, and from about p microbatches on; they hold no more."""
+    for k in range(2 * ((p + 4) // 3), 3 * p // 2 + 1):
+        for microbatches in (p + 2, 2 * p) if p < 16 else (2 * p,):
+            t = make_schedule("V", p, microbatches, memory=k / (2 * p)).check().simulate()
+            assert t.span - 6 * microbatches == 3 * p - 1 - 3 * k + max(3 * p, p - 1 + 2 * (1 + -(-k // 2))), k
+            assert max(t.peak) <= k
 
 
 @pytest.mark.parametrize("p", FRONTIER)
