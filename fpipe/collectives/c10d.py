@@ -29,13 +29,13 @@ from .adapt import reduction, sending
 from .agreement import Agreement, Reduced
 from .bounded import of_group
 from .capabilities import Capabilities
+from .direct import Direct, Transport
 from .faults import FaultMonitor
 from .group import Facts, Group, Pending, Receiver, Sender, Work
 from .journal import Journal
 from .local import LocalGroup
 from .reduce import Started, start_gather, start_reduce
 from .rendezvous import Rendezvous
-from .shared_memory.transport import SWITCH, connect
 from .waiting import Waiter
 from .wire import wire_format
 
@@ -89,10 +89,11 @@ class C10dGroup(Group):
         # A backend that works on streams is waited for by the stream: a time-out would block this thread instead.
         self._blocking = device.type in ("cpu", "meta") or method.staged
         shares = device.type == "cpu" and self.size > 1 and self.can.backend == "gloo"
-        self._memory = connect(self._monitor, self._agreement, self._rendezvous.gather) if shares else None
-        self.at_once = self._memory is not None and self._memory.all
-        if self._memory is not None and self._memory.all:
-            self._agreement.exchange = self._memory.board()
+        gather = self._rendezvous.gather
+        self._direct = Direct(self._monitor, self._agreement, gather, purpose == "pp") if shares else None
+        self.at_once = self._direct is not None and self._direct.whole
+        if self._direct is not None and self._direct.words is not None:
+            self._agreement.exchange = self._direct.words
         elif self.size > 1 and backends.get("cpu") == "gloo":
             self._agreement.exchange = Reduced(pg)
         carrier = self.cpu if method.staged and self.cpu is not None else self.can
@@ -105,12 +106,7 @@ class C10dGroup(Group):
     @property
     def carried(self) -> str:
         """How messages are sent where not by the backend, as text; empty where the backend sends all."""
-        if self._memory is None or self.size == 1:
-            return ""
-        if self._memory.all:
-            return f"through shared memory ({SWITCH}=0 turns it off)"
-        others = sum(rank in self._memory for rank in range(self.size))
-        return f"through shared memory with {others} of {self.size - 1} ranks, by the backend with the others"
+        return "" if self._direct is None else str(self._direct)
 
     def device(self, rank: int) -> torch.device:
         """The device of this rank; other ranks are assumed to use the same type."""
@@ -124,8 +120,9 @@ class C10dGroup(Group):
         if src != self.rank or self._monitor.broken is not None:
             self._refuse(src, "send")
         form = wire_format(tuple(map(Spec.of, tensors)) if specs is None else specs)
-        if self._memory is not None and dst in self._memory:
-            return self._memory.send(form, tensors, dst)
+        transport = self._transport(dst)
+        if transport is not None:
+            return transport.send(form, tensors, dst)
         buffers = form.pack(tensors, src, dst)
         if self._staged:
             buffers = [buffer.cpu() for buffer in buffers]
@@ -150,8 +147,9 @@ class C10dGroup(Group):
         if dst != self.rank or self._monitor.broken is not None:
             self._refuse(dst, "receive")
         form = wire_format(specs)
-        if self._memory is not None and src in self._memory:
-            return self._memory.recv(form, src)
+        transport = self._transport(src)
+        if transport is not None:
+            return transport.recv(form, src)
         held, buffers = self._held, list[Tensor]()
         works: list[dist.Work] = []
         posted, unposted = False, self._unposted[src]
@@ -179,10 +177,9 @@ class C10dGroup(Group):
         return Pending(finish, lambda: posted and _completed(works))
 
     def sender(self, src: int, dst: int, specs: tuple[Spec, ...]) -> Sender:
-        """Over shared memory, what all messages have in common is prepared once."""
-        if self._memory is None or src == dst or dst not in self._memory:
-            return super().sender(src, dst, specs)
-        return self._memory.sender(wire_format(specs), dst)
+        """Where no backend carries them, what all messages have in common is prepared once."""
+        transport = self._transport(dst)
+        return super().sender(src, dst, specs) if transport is None else transport.sender(wire_format(specs), dst)
 
     def receiver(self, src: int, dst: int, specs: tuple[Spec, ...]) -> Receiver:
         """Over shared memory, messages need no buffer in advance; over a strict backend, ``post`` does not delay."""
@@ -195,8 +192,11 @@ class C10dGroup(Group):
                 unposted.popleft()()
             return work
 
-        memory = self._memory if src != dst and self._memory is not None and src in self._memory else None
-        return Receiver(post, memory.fetcher(wire_format(specs), src) if memory is not None else None)
+        transport = self._transport(src)
+        return Receiver(post, None if transport is None else transport.fetcher(wire_format(specs), src))
+
+    def _transport(self, rank: int) -> Transport | None:
+        return None if self._direct is None or rank == self.rank else self._direct.to(rank)
 
     def settle(self, dst: int, count: int) -> None:
         """Release the buffers of the oldest sends to a rank, which are known to have been received."""
@@ -209,8 +209,8 @@ class C10dGroup(Group):
         for sent in self._sent:
             while sent:
                 sent[0].wait()
-        if self._memory is not None:
-            self._memory.flush()
+        if self._direct is not None:
+            self._direct.flush()
 
     def _refuse(self, rank: int, verb: str) -> None:
         if rank != self.rank:
@@ -262,8 +262,8 @@ class C10dGroup(Group):
         for queue in (*self._sent, *self._unposted):
             queue.clear()
         vars(self).pop("_waiter", None)  # it may wait for one of them
-        if self._memory is not None:
-            self._memory.drop()
+        if self._direct is not None:
+            self._direct.drop()
         self._rendezvous.gather(None)  # from here on ranks send messages of the next one
 
     def confirm(self) -> None:
@@ -287,8 +287,8 @@ class C10dGroup(Group):
         elif tensors is None:
             raise GroupError(f"share needs the tensors of rank {src}, which is this one; got None")
         form = wire_format(specs)
-        if self._memory is not None and self.at_once:
-            return self._memory.share(form, tensors, src)
+        if self._direct is not None and self.at_once:
+            return self._direct.share(form, tensors, src)
         device = _CPU if self._through_cpu("broadcast") else self._device
         if tensors is None:
             buffers, peer, doing = form.empty(device), src, "for the shared tensors of"
@@ -373,8 +373,8 @@ class C10dGroup(Group):
         if error is self._agreement.refusal:
             return
         self._monitor.failed(error)
-        if self._memory is not None:
-            self._memory.fail()
+        if self._direct is not None:
+            self._direct.fail()
 
     def close(self) -> None:
         """End the journal's thread; the process group belongs to torch.distributed."""

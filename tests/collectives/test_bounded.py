@@ -15,11 +15,11 @@ import pytest
 import torch.distributed as dist
 
 import stopped_host
+from carriers import OVER
 from fpipe.collectives.bounded import SECRET, BoundedStore, StoreLostError
 from fpipe.collectives.faults import FaultMonitor
 from fpipe.collectives.meeting import meet
 from fpipe.collectives.rendezvous import Rendezvous
-from fpipe.collectives.shared_memory import SWITCH
 from fpipe.command.launch import _context
 from fpipe.command.outcome import store as launcher_store
 from fpipe.errors import GroupError
@@ -156,14 +156,16 @@ def test_the_launcher_listens_on_one_address():
 
 
 @pytest.mark.timeout(300)  # of loaded machines: each rank imports torch
-@pytest.mark.parametrize(("moment", "shared"), [("start", "1"), ("handshake", "0"), ("step", "1"), ("barrier", "0")])
-def test_survivors_end_when_the_host_of_the_store_is_stopped(moment: str, shared: str, tmp_path: Path, long: bool):
+@pytest.mark.parametrize(
+    ("moment", "over"), [("start", "memory"), ("handshake", "gloo"), ("step", "sockets"), ("barrier", "gloo")]
+)
+def test_survivors_end_when_the_host_of_the_store_is_stopped(moment: str, over: str, tmp_path: Path, long: bool):
     """With env:// they waited for ever: the error was known, and the store was asked for its cause."""
     if not long and moment not in ("handshake", "step"):
         pytest.skip("see --long")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3", SWITCH: shared}
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3", **OVER[over]}
     files = [tmp_path / str(rank) for rank in range(3)]
     ranks = [
         PROCESSES.Process(target=stopped_host.main, args=(moment, env | {"RANK": str(rank)}, file), daemon=True)

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 import faulty_backends
+from carriers import OVER
 from fpipe import launch
 from fpipe.collectives.c10d import C10dGroup
 from fpipe.collectives.group import Group
 from fpipe.collectives.setup import adopt, init
-from fpipe.collectives.shared_memory import SWITCH, _native
 from fpipe.command.doctor import command, probe, visit
 from fpipe.errors import GroupError
 from fpipe.testing import CASES, conform
@@ -51,11 +51,10 @@ def _gloo() -> dict:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("shared", ["1", "0"])
-def test_gloo_conforms(ranks: int, shared: str):
-    """With messages through shared memory, the default for processes of one host, and through sockets."""
-    for rank, found in enumerate(launch(_gloo, ranks=ranks, timeout=100, env={SWITCH: shared})):
-        assert found["at_once"] == (_native.AVAILABLE and shared == "1")
+@pytest.mark.parametrize("over", OVER)
+def test_gloo_conforms(ranks: int, over: str):
+    for rank, found in enumerate(launch(_gloo, ranks=ranks, timeout=100, env=OVER[over])):
+        assert found["at_once"] == (over != "gloo")
         assert found["names"] == [case.__name__ for case in CASES]
         assert found["again"]
         assert found["protocol"]

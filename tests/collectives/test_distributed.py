@@ -12,7 +12,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import fpipe
 import training_steps
-from fpipe.collectives.shared_memory import SWITCH
+from carriers import OVER
 from fpipe.command.launch import _context
 from fpipe.testing import run
 from schedule_table import TABLE
@@ -60,23 +60,24 @@ def test_fake_worlds_give_the_bits_of_the_local_group(name: str, order: str):
 
 
 #: The schedules of the suite under torchrun, by number of ranks; all of both with ``--long``.
-SOCKETS = {2: NAMES[1::2], 4: NAMES[::4]}
+FEWER = {2: NAMES[1::2], 4: NAMES[::4]}
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def under_torchrun(request, long: bool) -> tuple[int, list[dict[str, dict[Any, str]]]]:
-    """The same table through sockets, as between processes of several hosts."""
+    """The same table through gloo and through sockets, as between processes of several hosts."""
     # What torchrun calls. Its processes are forked from one that has imported torch.
     config = LaunchConfig(
         1, 1, request.param, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", local_addr="127.0.0.1",
         start_method=_context(None, None).get_start_method(),
     )  # fmt: skip
-    found = elastic_launch(config, _through_sockets)(NAMES if long else SOCKETS[request.param], PLANS[:2])
+    over, names = {2: "gloo", 4: "sockets"}[request.param], NAMES if long else FEWER[request.param]
+    found = elastic_launch(config, _as_between_hosts)(over, names, PLANS[:2])
     return request.param, [found[rank] for rank in range(request.param)]
 
 
-def _through_sockets(*args: Any) -> dict[str, dict[Any, str]]:
-    os.environ[SWITCH] = "0"
+def _as_between_hosts(over: str, *args: Any) -> dict[str, dict[Any, str]]:
+    os.environ.update(OVER[over])
     assert "TORCHELASTIC_RUN_ID" in os.environ
     return training_steps.steps_under(*args)
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from carriers import OVER
 from fpipe import init, launch
 from fpipe.collectives.c10d import C10dGroup
 from fpipe.collectives.setup import adopt
-from fpipe.collectives.shared_memory import SWITCH
 from fpipe.command import outcome
 from fpipe.errors import GroupError, LaunchError
 from fpipe.tree import Spec
@@ -82,13 +82,13 @@ def _again(group: C10dGroup) -> None:
         ("raise", ValueError, r"[Rr]ank 2 \(2F60\) raised ValueError: boo"),
     ],
 )
-@pytest.mark.parametrize("shared", ["1", "0"])
+@pytest.mark.parametrize("over", OVER)
 def test_every_survivor_is_reported(
-    tmp_path: Path, how: str, raised: type[Exception], end: str, shared: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, how: str, raised: type[Exception], end: str, over: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(outcome, "GRACE", 30.0)  # of busy machines
     with pytest.raises(raised, match=r"rank 2 ended by signal SIGKILL|boo"):
-        launch(_ring, str(tmp_path), how, ranks=RANKS, timeout=40, env={SWITCH: shared})
+        launch(_ring, str(tmp_path), how, ranks=RANKS, timeout=40, env=OVER[over])
     for rank in {0, 1, 3}:
         path = tmp_path / f"error{rank}"
         if not path.exists() and how == "raise":
@@ -125,9 +125,9 @@ def _mismatch() -> tuple[bool, list[float]]:
     return stalled, found
 
 
-@pytest.mark.parametrize("shared", ["1", "0"])
-def test_after_an_error_a_new_group_goes_on(shared: str):
-    assert launch(_mismatch, ranks=2, timeout=60, env={SWITCH: shared}) == [(True, [1.0] * 4), (True, [0.0] * 4)]
+@pytest.mark.parametrize("over", OVER)
+def test_after_an_error_a_new_group_goes_on(over: str):
+    assert launch(_mismatch, ranks=2, timeout=60, env=OVER[over]) == [(True, [1.0] * 4), (True, [0.0] * 4)]
 
 
 def _absent() -> str:

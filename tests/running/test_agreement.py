@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fpipe
+from carriers import NAMES, OVER
 from fpipe.collectives.setup import adopt
 from fpipe.testing import outcomes
 from fpipe.tree import Spec
@@ -254,14 +255,14 @@ ON_PROCESSES: dict[str, Callable[[Any], None]] = {
 }  # fmt: skip
 
 
-def everything(transport: str) -> Iterator[tuple[str, str, float]]:
+def everything(over: str) -> Iterator[tuple[str, str, float]]:
     """The error and the seconds of each case; every one has a group of its own, since it ends the group."""
     fpipe.init(timeout=60)
     world = dist.group.WORLD
     assert world is not None
     for case, work in ON_PROCESSES.items():
         group = adopt(world, timeout=60)
-        assert ("shared memory" in group.carried) == (transport == "memory")
+        assert group.carried.startswith(f"through {NAMES[over]}" if NAMES[over] else "")
         start = time.monotonic()
         try:
             work(group)
@@ -271,14 +272,13 @@ def everything(transport: str) -> Iterator[tuple[str, str, float]]:
             yield case, "no error", 0.0
 
 
-def listed(transport: str) -> list[tuple[str, str, float]]:
-    return list(everything(transport))
+def listed(over: str) -> list[tuple[str, str, float]]:
+    return list(everything(over))
 
 
-@pytest.mark.parametrize("transport", ["memory", "sockets"])
-def test_processes_differ(transport: str):
-    env = {"FPIPE_SHARED_MEMORY": "1" if transport == "memory" else "0"}
-    for first, second in zip(*fpipe.launch(listed, transport, ranks=2, timeout=200, env=env), strict=True):
+@pytest.mark.parametrize("over", OVER)
+def test_processes_differ(over: str):
+    for first, second in zip(*fpipe.launch(listed, over, ranks=2, timeout=200, env=OVER[over]), strict=True):
         assert first[:2] == second[:2]
         assert first[1].startswith("MismatchError: ranks disagree about"), first
         assert any(word in first[1] for word in KINDS.get(first[0].split(", ")[0], KINDS["rows"]).name.split("|"))
@@ -302,8 +302,9 @@ def seconds_to_receive() -> float:
     return waited
 
 
-def test_a_message_over_sockets_does_not_wait_for_the_calls_of_other_ranks():
-    _, waited, _ = fpipe.launch(seconds_to_receive, ranks=3, timeout=60, env={"FPIPE_SHARED_MEMORY": "0"})
+@pytest.mark.parametrize("over", ["sockets", "gloo"])
+def test_a_message_does_not_wait_for_the_calls_of_other_ranks(over: str):
+    _, waited, _ = fpipe.launch(seconds_to_receive, ranks=3, timeout=60, env=OVER[over])
     assert waited < 1.0, "of the two seconds by which rank 2 is late"
 
 
@@ -364,19 +365,18 @@ def test_arguments_that_all_ranks_refuse():
     assert len({outcome.value[0][2] for outcome in ended}) == 1
 
 
-def refused_on_processes(transport: str) -> list[tuple[list[str], float]]:
+def refused_on_processes(over: str) -> list[tuple[list[str], float]]:
     world = fpipe.init(timeout=60)
-    assert ("shared memory" in world.carried) == (transport == "memory")
+    assert world.carried.startswith(f"through {NAMES[over]}" if NAMES[over] else "")
     pg = dist.group.WORLD
     assert pg is not None
     return [refuses(adopt(pg, timeout=60), refusing, warm, bad_batch)
             for refusing, warm in (((1,), True), ((0,), False), ((0, 1), True), ((2,), True))]  # fmt: skip
 
 
-@pytest.mark.parametrize("transport", ["memory", "sockets"])
-def test_arguments_that_a_process_refuses(transport: str):
-    env = {"FPIPE_SHARED_MEMORY": "1" if transport == "memory" else "0"}
-    found = fpipe.launch(refused_on_processes, transport, ranks=3, timeout=200, env=env)
+@pytest.mark.parametrize("over", OVER)
+def test_arguments_that_a_process_refuses(over: str):
+    found = fpipe.launch(refused_on_processes, over, ranks=3, timeout=200, env=OVER[over])
     for case, refusing in enumerate(((1,), (0,), (0, 1), (2,))):
         for rank, cases in enumerate(found):
             seen, seconds = cases[case]

@@ -124,16 +124,12 @@ class SharedMemory:
         self._inboxes: dict[tuple[int, int], _Inbox] = {}
         self._sender, self._fetcher = lru_cache(_KEPT)(self.sender), lru_cache(_KEPT)(self.fetcher)  # of broadcasts
         self._late: list[LaneWriter] = []  # those with queued messages
-        self.all = len(peers) == monitor.size - 1  # whether every rank is on this host
         self.poll = _POLL if len(peers) < len(os.sched_getaffinity(0)) else 0.0
+        words = {rank: peer.words for rank, peer in peers.items()}
+        self.words = Board(outbox.words, words, lambda rank: peers[rank].gone(), self.poll)
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._peers
-
-    def board(self) -> Board:
-        """The exchange through which ranks compare their calls, if all are on this host."""
-        words = {rank: peer.words for rank, peer in self._peers.items()}
-        return Board(self._outbox.words, words, lambda rank: self._peers[rank].gone(), self.poll)
 
     # ---- sending ------------------------------------------------------------------------------------------------
     def send(self, form: WireFormat, tensors: Sequence[Tensor], dst: int, kind: int = PLANS) -> Work:
@@ -227,7 +223,7 @@ class SharedMemory:
         return inbox
 
     def share(self, form: WireFormat, tensors: tuple[Tensor, ...] | None, src: int) -> tuple[Tensor, ...]:
-        """Broadcast from one rank to all."""
+        """Broadcast from one rank to the others of its host."""
         if tensors is None:
             return self._fetcher(form, src, SHARED)() or self.recv(form, src, SHARED).wait()
         for dst in self._peers:
@@ -316,10 +312,11 @@ class _Inbox:
 
 def connect(
     monitor: FaultMonitor, agreement: Agreement, gather: Callable[[object], list[Any]]
-) -> SharedMemory | None:  # fmt: skip
+) -> tuple[SharedMemory | None, bool]:
     """Shared memory with the ranks of this host, by two rounds of ``gather``; None if this rank cannot share.
 
-    It is used between ranks of which each could open the other's outbox.
+    It is used between ranks of which each could open the other's outbox. Also returns whether every two ranks can: the
+    same on all ranks.
     """
     outbox = address = None
     # Lanes in both directions; the rest of a limited address space is for tensors.
@@ -334,10 +331,11 @@ def connect(
             with _or_backend(monitor):
                 peers[rank] = _Peer(other, rank, outbox, monitor.rank, monitor.size)
     opened = gather(tuple(peers))
+    whole = all(len(tuple(ranks)) == monitor.size - 1 for ranks in opened)
     if outbox is None or address is None:
-        return None
+        return None, whole
     both = {rank: peer for rank, peer in peers.items() if monitor.rank in tuple(opened[rank])}
-    return SharedMemory(monitor, agreement, outbox, both)
+    return SharedMemory(monitor, agreement, outbox, both), whole
 
 
 def _here(other: object, address: Address) -> bool:
