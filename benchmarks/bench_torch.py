@@ -249,7 +249,7 @@ def spawned(run: Callable[..., None], args: argparse.Namespace, size: str) -> li
 def main() -> None:
     """Print the tables."""
     parser = asking(__doc__)
-    parser.add_argument("--sockets", action="store_true", help="fpipe's messages through gloo too, none through memory")
+    parser.add_argument("--sockets", action="store_true", help="messages of fpipe through sockets, none through memory")
     args = parser.parse_args()
     if args.sockets:
         os.environ[SWITCH] = "0"  # processes are started with it

@@ -21,7 +21,7 @@ from benchmarks.stages import square
 from fpipe import ops
 from fpipe.collectives._store import set_timeout
 from fpipe.command.outcome import store
-from fpipe.running import calls
+from fpipe.running import plan_cache
 from fpipe.running.loop import WATCH
 from fpipe.running.results import Results
 
@@ -153,7 +153,7 @@ def work(cell: Cell, rank: int, fate: Fate, timeout: float) -> None:
             fate.strike()
 
     if fate.at("handshake"):
-        fate.before(calls, "agree")
+        fate.before(plan_cache, "agree")
     loss = None if cell.when in ("pullback", "each") else square
     more = {"dp": group.dp, "zero": 2 if cell.when == "ZeRO" else 0} if dp > 1 else {}
     if cell.when == "weighted":

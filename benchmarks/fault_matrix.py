@@ -31,14 +31,15 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainin
 from rich.table import Table
 
 from benchmarks.fault_cell import FIRST, HOST, SECOND, Cell, host_main, rank_main, write
-from fpipe.collectives.shared_memory import SWITCH
+from fpipe.collectives.shared_memory import SWITCH as MEMORY
+from fpipe.collectives.sockets import SWITCH as SOCKETS
 
 WHAT = ("kill", "stop", "raise", "cut", "slow")
 WHEN = (
     "init", "handshake", "trace", "mid step", "loss", "pullback", "optimizer", "ZeRO", "tensor parallel", "exit",
     "weighted", "each",
 )  # fmt: skip
-HOW, OVER = ("env", "torchrun", "launch"), ("memory", "sockets")
+HOW, OVER = ("env", "torchrun", "launch"), ("memory", "sockets", "gloo")
 LATE = 5.0  #: seconds after the time-out within which a survivor must end
 _START = 60.0  #: seconds for the fault to happen
 _PATIENCE = 12.0  #: seconds after the time-out until a rank counts as hanging
@@ -158,7 +159,8 @@ class Job:
         env = {
             **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
             **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(cell.ranks)),
-            "MASTER_ADDR": self._at(0), "MASTER_PORT": str(port), SWITCH: str(int(cell.over == "memory")),
+            "MASTER_ADDR": self._at(0), "MASTER_PORT": str(port),
+            MEMORY: str(int(cell.over == "memory")), SOCKETS: str(int(cell.over == "sockets")),
             "GLOO_SOCKET_IFNAME": "fp0", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         if cell.how != "env":

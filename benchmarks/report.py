@@ -264,19 +264,15 @@ def _gpu(rows: Rows) -> Iterator[str]:
 
 _PEER = (
     "Both sides run the same model with the same 8 microbatches on the same processes. Messages of torch go through "
-    "gloo, messages of fpipe through shared memory (a later section compares both through gloo). A block is LayerNorm, "
+    "gloo, messages of fpipe through shared memory (a later section is as between hosts). A block is LayerNorm, "
     "Linear(D, 4D), GELU, Linear and a residual connection. Small: D = 16, 4 tokens, 1 block per stage. Medium: D = "
     "256, 64 tokens, 2 blocks per stage. KiB is the peak memory of a rank in a step, measured by one counter for both "
     "sides. *Plan error* is the difference between the peak in the plan and the measured peak of fpipe."
 )
 _SOCKETS = (
-    "As above, with `FPIPE_SHARED_MEMORY=0`: messages of fpipe go through gloo too, as between two hosts. Here gloo's "
-    "threads share the two cores with the programs. *Programs* is the makespan of the schedule with the times of the "
-    "programs alone, as if messages took no time: the least that any transport can reach. At medium size it is most "
-    "of the step of both sides, and about 0.75 of torch's. What a step takes longer is gloo's: for each message of 64 "
-    "KiB its `send` takes 0.1 ms of the sender, and its `recv`, which announces the receive to the sender, and its "
-    "thread 0.05 ms each. At ordinary priority each message also waits until gloo's thread runs, on both sides: the "
-    "ratios are nearer to 1 then."
+    "As above, with `FPIPE_SHARED_MEMORY=0`: messages of fpipe go through TCP connections, as between two hosts. "
+    "*Programs* is the makespan of the schedule with the times of the programs alone, as if messages took no time: the "
+    "least that any transport can reach. At medium size it is most of the step of both sides."
 )
 _MANY = (
     "As above, through shared memory, with twice as many microbatches as ranks: most processes wait for a core or for "

@@ -2,7 +2,7 @@
 
 python benchmarks/trial_faults.py                  # 20 points each, seeded; a table, and exit code 1 where one failed
 python benchmarks/trial_faults.py --how stop --points 3
-python benchmarks/trial_faults.py --sockets        # the same with all messages through gloo, none through shared memory
+python benchmarks/trial_faults.py --sockets        # the same with messages through sockets, none through shared memory
 python benchmarks/trial_faults.py --matrix         # who x what x when x how: see fault_matrix.py
 python benchmarks/trial_faults.py --matrix --cells 50 --with what=stop --with when=init --json faults.json
 
@@ -164,7 +164,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=8.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, nargs="*", help="the numbers of the points to try")
-    parser.add_argument("--sockets", action="store_true", help="all messages through gloo, none through memory")
+    parser.add_argument("--sockets", action="store_true", help="messages through sockets, none through memory")
     parser.add_argument("--at-once", type=int, default=1, help="trials side by side")
     parser.add_argument("--matrix", action="store_true", help="the matrix of faults")
     parser.add_argument("--cells", type=int, help="of the matrix: so many cells, at random")

@@ -13,7 +13,7 @@ from benchmarks.fault_cell import FIRST, Cell
 from benchmarks.fault_matrix import Network, Outcome, run_cell
 
 CELLS = (
-    Cell("rank 1", "stop", "init", "env", "sockets"),
+    Cell("rank 1", "stop", "handshake", "env", "sockets"),
     Cell("rank 0", "kill", "mid step", "env", "memory"),
     Cell("rank 1", "raise", "weighted", "launch", "sockets"),
     Cell("rank 2", "stop", "ZeRO", "torchrun", "memory"),

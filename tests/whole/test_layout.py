@@ -178,8 +178,8 @@ def test_no_regression():
     assert PACKAGE.levels <= 8
     assert PACKAGE.total("group_getattrs") == 0
     # three have interfaces of torch.distributed.pipelining and verl, four the state of the solver, one its choices, one
-    # the members of a quorum, one the results of its copies
-    assert len(PACKAGE.mutated_classes) <= 40
+    # the members of a quorum, one the results of its copies, five what is under way in a connection
+    assert len(PACKAGE.mutated_classes) <= 45
     assert len(PACKAGE.long_functions) <= 2
     assert PACKAGE.total("ignores") <= 32
 
