@@ -21,7 +21,8 @@ from fpipe.generators.solver.periodic import extended
 from fpipe.generators.solver.periods import Periods, later
 from fpipe.generators.solver.problem import Problem, orders_of
 from fpipe.generators.solver.relaxation import relaxed
-from fpipe.generators.solver.search import Few, Search, Task
+from fpipe.generators.solver.search import Search
+from fpipe.generators.solver.task import Few, Task
 
 
 def quick(costs: Costs, ranks: int, microbatches: int, placement: str = "any", **options: object) -> Solved:
@@ -185,6 +186,12 @@ def test_the_bound_of_a_v_is_the_frontier_of_controllable_memory(p: int) -> None
         problem = Problem.of(Costs(), Placement.v(p).paths[0], p, 4 * p, (k,) * p)
         idle = 3 * p - 1 - 3 * k + max(3 * p, p - 1 + 2 * (1 + -(-k // 2)))
         assert lower_bound(problem, Costs()) == 24 * p + idle
+
+
+@pytest.mark.parametrize(("p", "chunks"), [(4, 5), (8, 9), (16, 13), (16, 24)])
+def test_a_v_with_little_memory_is_solved_at_once(p: int, chunks: int) -> None:
+    s = quick(Costs(), p, 4 * p, "V", memory=chunks, time_limit=60)  # it ends when the best is known
+    assert s.gap == 0 and max(s.check().timeline.peak) <= chunks
 
 
 def test_the_linear_program_is_the_largest_bound_within_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
+from math import inf
 from random import Random
 from typing import TypeAlias
 
@@ -18,9 +19,10 @@ from ...schedules.costs import Costs
 from ..automatic import rounds
 from ..automatic_loop import automatic_loop
 from ..catalogue import make_schedule, schedule_names
+from ..v_lines import line_orders
 from .dispatch import dispatch
 from .fill import Filled
-from .problem import Orders, Problem, orders_of
+from .problem import ALMOST, Orders, Problem, orders_of
 
 _STEPS = (0.5, 1.0, 1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0)
 #: Steps that are the best for a V under some limit of memory, at unit cost.
@@ -165,6 +167,21 @@ def _counted(pattern: str, stage: int) -> list[tuple[int, int, int]]:
         row.append((op, stage, counts[op]))
         counts[op] += 1
     return row
+
+
+def lines(problem: Problem) -> Iterator[Orders]:
+    """For a V of two stages a rank: those that leave the last rank the least idle time where all passes cost alike.
+
+    >>> from fpipe.schedules.costs import Costs
+    >>> len(list(lines(Problem.of(Costs(), (0, 1, 1, 0), 2, 4, (3.0, 3.0)))))
+    2
+    """
+    p = problem
+    if p.path == (*range(p.ranks), *reversed(range(p.ranks))) and p.even:
+        room = min(limit / max(p.saved[s] * p.size[0] for s in held) if limit < inf else inf
+                   for limit, held in zip(p.limit, p.of_rank, strict=True))  # fmt: skip
+        chunks = int(min(room * ALMOST, p.stages))
+        yield from (line_orders(p.ranks, p.microbatches, count) for count in range(chunks, max(1, chunks - 3), -1))
 
 
 def orders(problem: Problem) -> Iterator[Orders]:
