@@ -50,7 +50,7 @@ def simulate_rows(
     starts, ends, causes = (tuple(array(code) for _ in rows) for code in "ddq")
     carried: list[list[Carried]] = [[] for _ in rows]
     steps, size = _steps_of_all(facts, placement, costs, slices)
-    arrivals, clocks = [0.0] * facts.size, [0.0] * len(rows)
+    arrivals, clocks = array("d", bytes(8 * facts.size)), [0.0] * len(rows)
     overlap = costs.overlap if callable(costs.overlap) else costs.times(stages).get("overlap")
     tables = tuple((row, s.append, e.append, c.append) for row, s, e, c in zip(rows, starts, ends, causes, strict=True))
     for rank, first, stop in walked.runs:
