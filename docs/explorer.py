@@ -8,6 +8,7 @@ times with those of the package.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ SLICES = 2  #: of schedules that order slices of sequences
 CONTROLS = (Path(__file__).parent / "explorer.html").read_text(encoding="utf-8")
 
 
+@cache
 def page() -> str:
     """The page."""
     scripts = [name for name in html.SCRIPTS if name != "view.js"] + ["view.js", "explorer.js"]

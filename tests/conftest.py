@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from itertools import islice
 from multiprocessing import forkserver
 from pathlib import Path
@@ -21,7 +22,20 @@ hypothesis.settings.load_profile("fpipe")
 
 preload = forkserver.set_forkserver_preload
 # Processes that are started by a test import its file; what most files import is imported once, before the fork.
-forkserver.set_forkserver_preload = lambda names: preload([*names, "pytest", "hypothesis"])
+forkserver.set_forkserver_preload = lambda names: preload([*names, "started"])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """All test files are imported, and stay: meanwhile nothing is garbage."""
+    import collector
+
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        collector.settle()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

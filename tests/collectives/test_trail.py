@@ -162,10 +162,10 @@ def test_errors_of_a_stage_itself_are_not_those_of_its_group(monkeypatch: pytest
 def test_a_slow_first_trace_is_waited_for(note: str, computes: bool, monkeypatch: pytest.MonkeyPatch):
     """It looked like a stall: the action of the rank that traces says so, and its process computes.
 
-    One that slept in its trace was waited for as well.
+    One that slept in its trace was waited for as well. Both ranks are in this process, so that its seconds of processor
+    are those of a clock that runs or stands still.
     """
-    if not computes:  # both ranks are in this process
-        monkeypatch.setattr(journal, "seconds_of_processor", lambda: 1.0)
+    monkeypatch.setattr(journal, "seconds_of_processor", time.monotonic if computes else lambda: 1.0)
     with journals(2) as (store, found):
         meetings = [
             Rendezvous(store, monitor(store, found, rank, [0, 1]), lambda: None, count().__next__) for rank in range(2)
@@ -173,9 +173,7 @@ def test_a_slow_first_trace_is_waited_for(note: str, computes: bool, monkeypatch
         found[1].note(note)
 
         def late() -> object:
-            end = time.monotonic() + LATE
-            while time.monotonic() < end:
-                sum(range(10_000))
+            time.sleep(LATE)
             return meetings[1].gather("b")
 
         with ThreadPoolExecutor() as pool:
@@ -187,3 +185,14 @@ def test_a_slow_first_trace_is_waited_for(note: str, computes: bool, monkeypatch
                 with pytest.raises(StalledError, match=r"Look at rank 1"):
                     meetings[0].gather("a")
                 second.result(30)
+
+
+def test_a_process_that_computes_uses_a_processor_and_one_that_sleeps_does_not():
+    before = journal.seconds_of_processor()
+    end = time.process_time() + 0.1
+    while time.process_time() < end:
+        sum(range(10_000))
+    after = journal.seconds_of_processor()
+    assert after - before > 0.05
+    time.sleep(0.3)
+    assert journal.seconds_of_processor() - after < 0.2

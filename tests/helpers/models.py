@@ -79,6 +79,10 @@ def with_aux(y, t):
     return (y - t).square().mean(), {"rows": y.shape[0], "mean": y.mean()}
 
 
+#: torch.manual_seed on a machine without accelerators, where that formats a traceback for each kind of them.
+seed_of_torch = torch.default_generator.manual_seed
+
+
 # ---- models ---------------------------------------------------------------------------------------------------------
 class Model(NamedTuple):
     """A model as functions of the number of stages and rows."""
@@ -94,7 +98,7 @@ class Model(NamedTuple):
 
     def make(self, stages: int) -> tuple[list[Any], list[Any], list[Any] | None]:
         """Stages, parameters and state."""
-        torch.manual_seed(stages)
+        seed_of_torch(stages)
         params = [self.params(s, stages) for s in range(stages)]
         for name, *others in self.tied(stages):
             first, leaf = name.split(".")
@@ -105,7 +109,7 @@ class Model(NamedTuple):
 
     def batch(self, microbatches: int) -> tuple[Tensor, Tensor]:
         """A batch of ``microbatches`` times ``ROWS`` rows."""
-        torch.manual_seed(100 + microbatches)
+        seed_of_torch(100 + microbatches)
         return self.data(ROWS * microbatches)
 
 
@@ -173,7 +177,7 @@ class One(NamedTuple):
 def draw(seed: int, stage: int, mb: int) -> None:
     """Seed torch by the documented rule for (seed, stage, microbatch), written here independently of fpipe."""
     digest = hashlib.sha256(f"{seed}/{stage}/{mb}/F".encode()).digest()
-    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    seed_of_torch(int.from_bytes(digest[:8], "little") >> 1)
 
 
 @cache

@@ -7,7 +7,7 @@ every schedule at every level.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -416,15 +416,14 @@ class Asleep(LocalGroup):
 
 
 @pytest.fixture
-def few_objects() -> Iterator[Callable[[], None]]:
+def few_objects() -> Callable[[], None]:
     """After this call, the garbage collector lists only newer objects, which is quick."""
 
     def begin() -> None:
         gc.collect()
         gc.freeze()
 
-    yield begin
-    gc.unfreeze()
+    return begin
 
 
 @pytest.mark.parametrize("engine", ["trace", "eager"])

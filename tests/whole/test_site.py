@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
+import warnings
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -14,6 +14,7 @@ import pytest
 
 import fpipe
 
+pytestmark = pytest.mark.xdist_group("explorer")  # whose page is part of the site, and takes seconds to build
 ROOT = Path(fpipe.__file__).parents[1]
 #: query -> the beginning of a place that must be among the first sections of the first pages
 QUERIES = {
@@ -36,12 +37,15 @@ PAGES, SECTIONS = 5, 10
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site; a warning, such as one of a dead link, fails the build."""
+    """The site, as ``mkdocs build --strict`` makes it; a warning, such as one of a dead link, fails the build."""
     pytest.importorskip("material")
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Python, in other packages
+        build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), strict=True))
     return folder
 
 
