@@ -374,6 +374,14 @@ def test_exact_search_finds_what_brute_force_finds(long: bool) -> None:
         assert s.gap == 0 and s.timeline.span == pytest.approx(brute_force(costs, path, m, limit)), (path, costs, limit)
 
 
+def test_a_rank_that_could_begin_earlier_is_no_proof() -> None:
+    """The time of a rank begins as soon as its first forward can run; the bound was 281, which nothing reached."""
+    pytest.importorskip("ortools")
+    costs = Costs([6, 20, 17, 7, 18, 11], [10, 15, 14, 20, 15, 18], [11, 6, 13, 15, 13, 15], comm=1)
+    s = quick(costs, 3, 3, "V", time_limit=60)
+    assert s.gap == 0 and s.timeline.span == 283
+
+
 def test_the_fast_search_is_near_the_best_of_small_cases(long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ortools")
     draw = random.Random(4)

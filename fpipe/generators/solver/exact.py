@@ -132,30 +132,31 @@ def _model(model: Any, problem: Problem, rows: Rows, scale: float, bound: float,
 
 def _starts(m: _Model, rows: Rows) -> dict[Name, int]:
     """When the actions of rows start, in integers."""
-    p, last, starts, ends = m.problem, m.problem.stages - 1, {}, {}
-    at, clock, moved = [0] * p.ranks, [0] * p.ranks, True
+    p, moved = m.problem, True
+    starts: dict[Name, int] = {}
+    ends: dict[Name, int] = {}
+    at, clock = [0] * p.ranks, [0] * p.ranks
     while moved:
         moved = False
         for rank, row in enumerate(rows):
             for op, s, k in row[at[rank] :]:
-                link = 0 if op == 2 else s - 1 if op == 0 else s
-                before = (
-                    ((0, s - 1, k) if s else None)
-                    if op == 0
-                    else (1, s, k)
-                    if op == 2
-                    else (1, s + 1, k)
-                    if s < last
-                    else (0, s, k)
-                )
-                if before is not None and before not in ends:
+                needed = _needed(p, op, s, k)
+                if any(before not in ends for before, _ in needed):
                     break
-                wait = floor(p.link[link] * m.scale + 1e-6) if before is not None and before[1] != s else 0
-                ready = ends[before] + wait if before is not None else 0
-                starts[op, s, k] = max(ready, clock[rank])
+                ready = [ends[before] + floor(link * m.scale + 1e-6) for before, link in needed]
+                starts[op, s, k] = max(clock[rank], *ready, 0)
                 clock[rank] = ends[op, s, k] = starts[op, s, k] + m.length[op, s, k]
                 at[rank], moved = at[rank] + 1, True
     return starts
+
+
+def _needed(p: Problem, op: int, s: int, k: int) -> list[tuple[Name, float]]:
+    """The action that an action needs, and how long its message takes; none for the F of the first stage."""
+    if op == 0:
+        return [((0, s - 1, k), p.link[s - 1])] if s else []
+    if op == 1 and s < p.stages - 1:
+        return [((1, s + 1, k), p.link[s])]
+    return [((op - 1, s, k), 0.0)]
 
 
 def _keep_period(m: _Model, rows: Rows) -> None:
@@ -179,14 +180,9 @@ def _after(m: _Model, name: Name, before: Name, wait: float = 0.0) -> None:
 
 
 def _precedences(m: _Model) -> None:
-    p, last = m.problem, m.problem.stages - 1
-    for op, s, k in m.start:
-        if op == 0 and s:
-            _after(m, (0, s, k), (0, s - 1, k), p.link[s - 1])
-        elif op == 1:
-            _after(m, (1, s, k), *(((1, s + 1, k), p.link[s]) if s < last else ((0, s, k), 0.0)))
-        elif op == 2:
-            _after(m, (2, s, k), (1, s, k))
+    for name in m.start:
+        for before, link in _needed(m.problem, *name):
+            _after(m, name, before, link)
 
 
 def _ascending(m: _Model) -> None:
@@ -237,6 +233,8 @@ def _span(m: _Model, rows: Rows, span: Any) -> None:
     even = m.problem.even
     for row in rows:
         first = row[0][1]
+        if even:
+            _at_once(m, (0, first, 0))
         begin = m.start[0, first, 0] if even else m.model.new_int_var(0, 10**9, "")
         for name in row:
             if name[:2] == (0, first) and not even:
@@ -246,3 +244,10 @@ def _span(m: _Model, rows: Rows, span: Any) -> None:
     if even:
         m.model.add(m.start[0, 0, 0] == 0)
     m.model.minimize(span)
+
+
+def _at_once(m: _Model, name: Name) -> None:
+    """The first action of a rank does not wait once it can run: else the rank's time would begin later."""
+    for before, link in _needed(m.problem, *name):
+        wait = ceil((m.problem.time(*before) + link) * m.scale - 1e-6)
+        m.model.add(m.start[name] <= m.start[before] + wait)
