@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import socket
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -76,6 +77,7 @@ class Stream:
 
     def __init__(self, connection: socket.socket, head: list[int]):
         connection.setblocking(False)
+        weakref.finalize(self, connection.close)
         self.connection, self.head = connection, head
         self.queued: deque[Frame] = deque()  # what the system has not taken yet, in order
         self.requested: deque[Incoming] = deque()

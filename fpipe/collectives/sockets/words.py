@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import select
 import socket
+import weakref
 from collections.abc import Mapping
 from struct import Struct
 
@@ -31,6 +32,7 @@ class Words:
         self._connections, self._poll = connections, poll
         for connection in connections.values():
             connection.setblocking(False)
+            weakref.finalize(self, connection.close)
         self._read = dict.fromkeys(connections, b"")
         self._said: dict[int, tuple[int, int]] = dict.fromkeys(connections, (-1, 0))  # number of the call, word
         self._ended: dict[int, str] = {}
