@@ -3,7 +3,8 @@
 was found for few microbatches of a large one.
 
 Every action is an interval of integer length. Microbatches that cost the same run in ascending order on every stage:
-in any schedule they can be numbered anew so, stage by stage, and keep all times and all memory. Times are scaled to
+in any schedule they can be numbered anew so, stage by stage, and keep all times and all memory. Where a rank begins
+later than it could, it waits for another microbatch, and the numbers of the result say so. Times are scaled to
 integers and rounded down, and so is memory, so that what is proved for the integers holds for the true costs.
 """
 
@@ -59,6 +60,9 @@ def solve_exactly(
     most = ceil(span * scale * (1 - 1e-9)) - (known is None)
     names = _names(problem)
     model = _model(cp_model.CpModel(), problem, names, scale, bound, most)
+    if known is None and problem.even:
+        for stages in problem.of_rank:
+            _begins(model, stages[0])
     if known is not None:
         for name, start in _starts(model, known).items():
             model.model.add_hint(model.start[name], start)
@@ -76,7 +80,9 @@ def solve_exactly(
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Answer(None, proved, interrupted)
     when = lambda name: (solver.value(model.start[name]), problem.time(*name))
-    return Answer([sorted(row, key=when) for row in names], proved, interrupted)
+    first = {stage: list(map(solver.value, choice)).index(1) for stage, choice in model.first.items()}
+    found = _numbered([sorted(row, key=when) for row in names], problem.stages, problem.microbatches, first)
+    return Answer(found, proved, interrupted)
 
 
 def _names(problem: Problem) -> Rows:
@@ -113,13 +119,14 @@ class _Model(NamedTuple):
     scale: float
     start: dict[Name, Any]
     length: dict[Name, int]
+    first: dict[int, list[Any]]  #: by a rank's first stage, for which forward of the stage before it waits
 
 
 def _model(model: Any, problem: Problem, rows: Rows, scale: float, bound: float, most: int) -> _Model:
     """The whole model: its variables and constraints."""
     length = {name: floor(problem.time(*name) * scale + 1e-6) for row in rows for name in row}
     latest = most + sum(floor(link * scale) for link in problem.link) + sum(length.values())
-    m = _Model(model, problem, scale, {name: model.new_int_var(0, latest, "") for name in length}, length)
+    m = _Model(model, problem, scale, {name: model.new_int_var(0, latest, "") for name in length}, length, {})
     _precedences(m)
     if problem.even:
         _ascending(m)
@@ -233,8 +240,6 @@ def _span(m: _Model, rows: Rows, span: Any) -> None:
     even = m.problem.even
     for row in rows:
         first = row[0][1]
-        if even:
-            _at_once(m, (0, first, 0))
         begin = m.start[0, first, 0] if even else m.model.new_int_var(0, 10**9, "")
         for name in row:
             if name[:2] == (0, first) and not even:
@@ -246,8 +251,32 @@ def _span(m: _Model, rows: Rows, span: Any) -> None:
     m.model.minimize(span)
 
 
-def _at_once(m: _Model, name: Name) -> None:
-    """The first action of a rank does not wait once it can run: else the rank's time would begin later."""
-    for before, link in _needed(m.problem, *name):
-        wait = ceil((m.problem.time(*before) + link) * m.scale - 1e-6)
-        m.model.add(m.start[name] <= m.start[before] + wait)
+def _begins(m: _Model, stage: int) -> None:
+    """A rank begins when a forward arrives, not in between: rows express no other delay than to wait for a later one.
+
+    Microbatches are numbered anew then: see ``_numbered``.
+    """
+    if not stage:
+        return
+    before, link = (0, stage - 1), m.problem.link[stage - 1]
+    m.first[stage] = [m.model.new_bool_var("") for _ in m.problem.load]
+    m.model.add_exactly_one(m.first[stage])
+    for k, chosen in enumerate(m.first[stage]):
+        wait = (m.problem.time(*before, k) + link) * m.scale
+        least, most = m.length[*before, k] + floor(link * m.scale + 1e-6), ceil(wait - 1e-6)
+        m.model.add(m.start[0, stage, 0] >= m.start[*before, k] + least).only_enforce_if(chosen)
+        m.model.add(m.start[0, stage, 0] <= m.start[*before, k] + most).only_enforce_if(chosen)
+
+
+def _numbered(rows: Rows, stages: int, microbatches: int, first: dict[int, int]) -> Rows:
+    """Rows in which each of these stages runs that forward first which is there the so-manieth of the stage before.
+
+    >>> _numbered([[(0, 0, 0), (0, 0, 1), (1, 0, 0)], [(0, 1, 0), (1, 1, 0), (0, 1, 1)]], 2, 2, {1: 1})
+    [[(0, 0, 0), (0, 0, 1), (1, 0, 1)], [(0, 1, 1), (1, 1, 1), (0, 1, 0)]]
+    """
+    numbers = [list(range(microbatches))]
+    for stage in range(1, stages):
+        order = list(numbers[-1])
+        order.insert(0, order.pop(first.get(stage, 0)))
+        numbers.append(order)
+    return [[(op, s, numbers[-1 if op else s][k]) for op, s, k in row] for row in rows]
