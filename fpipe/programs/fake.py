@@ -7,6 +7,7 @@ Works on torch 2.11 to 2.15 (``tests/programs/test_fake.py``). Knows abstract te
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
@@ -82,11 +83,32 @@ class _Symbolic(_Fake):
 @contextmanager
 def entered(mode: FakeTensorMode) -> Iterator[None]:
     """Run under a mode, with torch's Python form of products where their C++ form does not take symbolic sizes."""
+    _enter_first()
     python = isinstance(mode, _Symbolic) and _products_need_python()
     if python:
         _resolve_composites()
     with enable_python_dispatcher() if python else nullcontext(), mode:
         yield
+
+
+@lru_cache(maxsize=1)
+def _enter_first() -> None:
+    """Enter a mode, before any other, in a thread that does not end.
+
+    Where torch is built for CUDA and finds no device, the first thread to enter a mode registers an object that ends
+    with that thread. Torch 2.11 then calls it in the next mode, and the process dies.
+    """
+    if torch.version.cuda is None or torch.cuda.is_available():
+        return
+    entered = threading.Event()
+
+    def enter() -> None:
+        with FakeTensorMode():
+            entered.set()
+        threading.Event().wait()
+
+    threading.Thread(target=enter, name="fpipe-fake", daemon=True).start()
+    entered.wait()
 
 
 @contextmanager

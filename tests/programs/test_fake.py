@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +211,24 @@ def test_a_composite_on_the_device_meta_has_its_derivative_for_symbolic_sizes():
         loss = torch.nn.functional.nll_loss(x, torch.empty(x.shape[0], dtype=torch.int64, device="meta"))
         (grad,) = torch.autograd.grad(loss, [x])
     assert grad.shape == x.shape
+
+
+TRACES_IN_A_THREAD = """
+import threading, torch, fpipe
+
+def work():
+    pipe = fpipe.pipeline([torch.mul], microbatches=1, group=fpipe.local(1))
+    print(pipe([torch.ones(1)], torch.ones(1)).item())
+
+for _ in range(8):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+"""
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="torch is built for the CPU")
+def test_the_first_trace_may_be_in_a_thread_that_ends():
+    """Torch 2.11 built for CUDA, without a device, ended the process in the second one."""
+    ended = subprocess.run([sys.executable, "-c", TRACES_IN_A_THREAD], capture_output=True, text=True, check=False)
+    assert ended.stdout.split() == ["1.0"] * 8, ended
