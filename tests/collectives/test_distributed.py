@@ -14,6 +14,7 @@ import fpipe
 import training_steps
 from carriers import OVER
 from fpipe.command.launch import _context
+from fpipe.programs.stored.folder import VARIABLE
 from fpipe.testing import run
 from schedule_table import TABLE
 
@@ -23,14 +24,21 @@ PLANS = [(4, 2), (6, 3), (4, 2)]
 SEEDS = int(os.environ.get("FPIPE_SEEDS", "2"))
 
 
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A folder of traces: what is compared are messages, and processes that run the same stages need one trace."""
+    return {VARIABLE: str(tmp_path_factory.mktemp("traces"))}
+
+
 @cache
 def local(name: str, ranks: int) -> dict[Any, str]:
     return training_steps.steps(fpipe.local(ranks), name, PLANS)
 
 
 @pytest.fixture(scope="module")
-def on_gloo() -> dict[int, list[dict[str, dict[Any, str]]]]:
-    return {ranks: fpipe.launch(training_steps.steps_under, NAMES, PLANS, ranks=ranks, timeout=110) for ranks in (2, 4)}
+def on_gloo(traces: dict[str, str]) -> dict[int, list[dict[str, dict[Any, str]]]]:
+    steps = training_steps.steps_under
+    return {ranks: fpipe.launch(steps, NAMES, PLANS, ranks=ranks, timeout=110, env=traces) for ranks in (2, 4)}
 
 
 def whole(parts: Sequence[dict[Any, str]]) -> dict[Any, str]:
@@ -64,7 +72,7 @@ FEWER = {2: NAMES[1::2], 4: NAMES[::4]}
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def under_torchrun(request, long: bool) -> tuple[int, list[dict[str, dict[Any, str]]]]:
+def under_torchrun(request, traces: dict[str, str], long: bool) -> tuple[int, list[dict[str, dict[Any, str]]]]:
     """The same table through gloo and through sockets, as between processes of several hosts."""
     # What torchrun calls. Its processes are forked from one that has imported torch.
     config = LaunchConfig(
@@ -72,17 +80,17 @@ def under_torchrun(request, long: bool) -> tuple[int, list[dict[str, dict[Any, s
         start_method=_context(None, None).get_start_method(),
     )  # fmt: skip
     over, names = {2: "gloo", 4: "sockets"}[request.param], NAMES if long else FEWER[request.param]
-    found = elastic_launch(config, _as_between_hosts)(over, names, PLANS[:2])
+    found = elastic_launch(config, _as_between_hosts)(OVER[over] | traces, names, PLANS[:2])
     return request.param, [found[rank] for rank in range(request.param)]
 
 
-def _as_between_hosts(over: str, *args: Any) -> dict[str, dict[Any, str]]:
-    os.environ.update(OVER[over])
+def _as_between_hosts(env: dict[str, str], *args: Any) -> dict[str, dict[Any, str]]:
+    os.environ.update(env)
     assert "TORCHELASTIC_RUN_ID" in os.environ
     return training_steps.steps_under(*args)
 
 
-@pytest.mark.xdist_group("under torchrun")
+@pytest.mark.xdist_group("launched")
 @pytest.mark.parametrize("name", NAMES)
 def test_torchrun_gives_the_bits_of_the_local_group(under_torchrun, name: str):
     ranks, found = under_torchrun

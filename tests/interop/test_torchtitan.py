@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import forked
 import fpipe
 from fpipe.interop import torchtitan
 from torchtitan_models import debug_batch, debug_config, torchtitan_llama, trained_by_parts, whole_llama
@@ -241,7 +242,7 @@ def test_debug_llama_trains_under_dualpipev(package: Any, long: bool):
 def test_parts_on_meta_train_as_the_whole_model(long: bool):
     """``pipelining_fn`` and then what the trainer does: ``to_empty``, ``init_weights``, steps on two processes."""
     found, names = torchtitan_llama(), ["ZBVZeroBubble", "ZBH2", "1F1B", "Interleaved1F1B"][: 4 if long else 2]
-    ranks = fpipe.launch(trained_by_parts, names, ranks=2, timeout=100)
+    ranks = forked.launch(torchtitan_llama, trained_by_parts, names, ranks=2, timeout=100)
     _, model_args = debug_config(found, "1F1B")
     model = whole_llama(found, model_args)
     optimizer, want, grads = torch.optim.SGD(model.parameters(), lr=0.1), [], {}

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import forked
 import fpipe
 import verl_stand_in
 from verl_stand_in import Data
@@ -167,7 +168,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
     folder = tmp_path_factory.mktemp("verl")
     model().save_pretrained(folder / "model")
     model(values=True).save_pretrained(folder / "values")
-    found = fpipe.launch(on_process, folder, ranks=2, timeout=100)
+    found = forked.launch(model, on_process, folder, ranks=2, timeout=100)
     return folder, sorted(found, key=lambda one: not one["source"])
 
 

@@ -8,7 +8,6 @@ benchmarks/trial_models.py runs the whole table over four processes too, through
 from __future__ import annotations
 
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -16,12 +15,10 @@ import torch
 
 pytest.importorskip("transformers")
 
+import forked
 import fpipe
-from fpipe.command.launch import _context
-from huggingface_decoders import ACCEPTANCE, MICROBATCHES, against_unsplit, verdict
+from huggingface_decoders import ACCEPTANCE, MICROBATCHES, against_unsplit, decoder, verdict
 from schedule_table import TABLE, Case
-
-PROCESSES = _context("forkserver", None)
 
 
 def schedules(stages: int) -> Iterator[Case]:
@@ -81,20 +78,12 @@ def taken(long: bool) -> list[str]:
     return [family for families in CUT.values() for family in (families if long else families[:1])]
 
 
-def _forked(report: Connection, long: bool) -> None:
-    """Starts the processes from one that has imported transformers, which takes seconds."""
-    report.send(fpipe.launch(_over_gloo, long, ranks=4, timeout=200, start="fork"))
+def _models() -> None:
+    for family in taken(True):
+        decoder(family, layers=1)
 
 
 @pytest.mark.timeout(240)
 def test_over_four_processes(long: bool):
     assert {case.name for family in taken(long) for case in dealt(family, long)} == {entry.name for entry in TABLE}
-    ours, theirs = PROCESSES.Pipe(duplex=False)
-    process = PROCESSES.Process(target=_forked, args=(theirs, long))
-    process.start()
-    theirs.close()
-    try:
-        assert ours.recv() == [[]] * 4
-    finally:
-        process.kill()
-        process.join()
+    assert forked.launch(_models, _over_gloo, long, ranks=4, timeout=200) == [[]] * 4
