@@ -28,7 +28,7 @@ from benchmarks.report import PAGE, RESULTS, folder, write
 NARROW = ("--narrow", "200mbit", "--mb", "1")
 FOUR = ("--ranks", "4", "--sizes", "medium")
 EIGHT = ("--ranks", "8", "--microbatches", "16")
-SIXTEEN = ("--ranks", "16", "--microbatches", "32", "--sizes", "small")
+SIXTEEN = ("--ranks", "16", "--microbatches", "32")
 
 #: name -> (module, its arguments, the arguments of a quick run)
 BENCHES: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
