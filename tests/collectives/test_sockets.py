@@ -92,6 +92,18 @@ def test_several_buffers_and_none():
         assert all(map(torch.equal, parts, found))
 
 
+def test_more_buffers_than_one_call_of_the_system_takes():
+    with pair() as (a, b):
+        parts, found = ([torch.full((1,), n % 251, dtype=torch.uint8) for n in range(3000)] for _ in range(2))
+        for each in found:
+            each.zero_()
+        assert a.send(parts, (1,) * 3000)
+        frame = b.request(found, (1,) * 3000)
+        b.fill()
+        assert not frame.left
+        assert torch.cat(found).equal(torch.cat(parts))
+
+
 def test_a_header_that_arrives_in_two_parts():
     with pair() as (a, b):
         tensor = torch.zeros(4, dtype=torch.uint8)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import select
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -23,6 +24,7 @@ _TOKEN = 16
 _PATIENCE = 2.0  #: seconds to connect to one address
 _ANSWER = 10.0  #: seconds for the answer of a rank that was reached
 _KINDS = 3
+_AVAILABLE = hasattr(socket.socket, "recvmsg_into") and hasattr(select, "poll")  # not on Windows
 _LOOPBACK = ("127.", "::1")
 _ADDRESS_OF = 0x8915  #: of an interface, as Linux numbers its calls
 
@@ -126,7 +128,10 @@ def _of_interface(name: str) -> str:
 
 @contextmanager
 def _listening(size: int) -> Iterator[socket.socket | None]:
-    """A socket that waits for calls; None where the system refuses it."""
+    """A socket that waits for calls; None where the system has no such calls, or refuses them."""
+    if not _AVAILABLE:
+        yield None
+        return
     try:
         both = socket.has_dualstack_ipv6() and not _alone()
         family, name = socket.AF_INET6 if both else socket.AF_INET, "127.0.0.1" if _alone() else ""

@@ -19,6 +19,7 @@ from struct import Struct
 from torch import Tensor
 
 _HEADER = Struct("<QQ")
+_MOST = 512  #: parts of memory in one call of the system
 
 
 class Frame:
@@ -30,6 +31,10 @@ class Frame:
         self.held = buffers
         self.left = _HEADER.size + sum(sizes)
         self.parts = [memoryview(header), *map(_bytes, buffers, sizes)]
+
+    def first(self) -> list[memoryview]:
+        """The parts that come next, as many as one call of the system takes."""
+        return self.parts if len(self.parts) <= _MOST else self.parts[:_MOST]
 
     def advance(self, count: int) -> None:
         """So many bytes more were sent or filled."""
@@ -104,7 +109,7 @@ class Stream:
     def _sent(self, frame: Frame) -> bool:
         while frame.left:
             try:
-                frame.advance(self.connection.sendmsg(frame.parts))
+                frame.advance(self.connection.sendmsg(frame.first()))
             except BlockingIOError:
                 return False
             except OSError as error:  # the message is lost, as one that nobody reads
@@ -124,7 +129,7 @@ class Stream:
         while self.requested and not self.odd and not self.ended:
             frame = self.requested[0]
             try:
-                count = self.connection.recvmsg_into(frame.parts)[0]
+                count = self.connection.recvmsg_into(frame.first())[0]
             except BlockingIOError:
                 return
             except OSError as error:
