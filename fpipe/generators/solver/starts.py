@@ -170,18 +170,20 @@ def _counted(pattern: str, stage: int) -> list[tuple[int, int, int]]:
 
 
 def lines(problem: Problem) -> Iterator[Orders]:
-    """For a V of two stages a rank: those that leave the last rank the least idle time where all passes cost alike.
+    """For a V of two stages a rank: those of the least idle time where all passes cost alike.
 
     >>> from fpipe.schedules.costs import Costs
-    >>> len(list(lines(Problem.of(Costs(), (0, 1, 1, 0), 2, 4, (3.0, 3.0)))))
+    >>> len(list(lines(Problem.of(Costs(), (0, 1, 2, 2, 1, 0), 3, 4, (5.0,) * 3))))
     2
     """
     p = problem
-    if p.path == (*range(p.ranks), *reversed(range(p.ranks))) and p.even:
-        room = min(limit / max(p.saved[s] * p.size[0] for s in held) if limit < inf else inf
-                   for limit, held in zip(p.limit, p.of_rank, strict=True))  # fmt: skip
-        chunks = int(min(room * ALMOST, p.stages))
-        yield from (line_orders(p.ranks, p.microbatches, count) for count in range(chunks, max(1, chunks - 3), -1))
+    if p.path != (*range(p.ranks), *reversed(range(p.ranks))) or not p.even:
+        return
+    room = min(limit / max(p.saved[s] * p.size[0] for s in held) if limit < inf else inf
+               for limit, held in zip(p.limit, p.of_rank, strict=True))  # fmt: skip
+    most, least = int(min(room * ALMOST, p.stages)), 2 * ((p.ranks + 4) // 3)
+    for chunks in range(most, max(least, most - (2 if p.small else 0)) - 1, -1):
+        yield line_orders(p.ranks, p.microbatches, chunks)
 
 
 def orders(problem: Problem) -> Iterator[Orders]:
