@@ -25,6 +25,16 @@ preload = forkserver.set_forkserver_preload
 forkserver.set_forkserver_preload = lambda names: preload([*names, "started"])
 
 
+#: Files whose tests run in one process: they share traces of the same functions, results of an oracle, syntax trees,
+#: or imports of transformers, which take seconds.
+TOGETHER = {
+    "test_bitwise": "bitwise", "test_slices": "slices", "test_memory": "memory", "test_layout": "layout",
+    "test_families": "families", "test_resizing": "resizing",
+    **dict.fromkeys(("test_huggingface", "test_huggingface_all_schedules", "test_huggingface_files",
+                     "test_third_party_models"), "transformers"),
+}  # fmt: skip
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """All test files are imported, and stay: meanwhile nothing is garbage."""
@@ -38,12 +48,16 @@ def pytest_collection() -> Generator[None, object, object]:
         collector.settle()
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need an accelerator on machines without one; import torch only if there are such tests."""
+    """Skip tests that need an accelerator on machines without one; name the groups of ``TOGETHER``."""
+    for item in items:
+        if item.path.stem in TOGETHER and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(TOGETHER[item.path.stem]))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return
-    import torch
+    import torch  # only if there are such tests
 
     if not torch.accelerator.is_available():
         for item in gpu_items:

@@ -49,6 +49,11 @@ class Module:
         """The syntax tree."""
         return ast.parse(self.text)
 
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All nodes of the tree."""
+        return tuple(ast.walk(self.tree))
+
     @property
     def entry(self) -> str:
         """The package or module directly in ``fpipe/`` that holds this file."""
@@ -65,12 +70,12 @@ class Module:
         return tuple(self._imports())
 
     def _imports(self) -> Iterator[Import]:
-        blocks = [node for node in ast.walk(self.tree) if _is_type_checking(node)]
+        blocks = [node for node in self.nodes if _is_type_checking(node)]
         type_only = {id(node) for block in blocks for statement in block.body for node in ast.walk(statement)}
         package = ["fpipe", *filter(None, self.name.split("."))]
         if self.path.name != "__init__.py":
             package.pop()
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 yield from (Import(alias.name, node.lineno, id(node) in type_only) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -82,7 +87,7 @@ class Module:
     @cached_property
     def functions(self) -> tuple[Function, ...]:
         """All functions and methods."""
-        return tuple(node for node in ast.walk(self.tree) if isinstance(node, Function))
+        return tuple(node for node in self.nodes if isinstance(node, Function))
 
     @cached_property
     def code_lines(self) -> int:
@@ -96,7 +101,7 @@ class Module:
 
     def _docstrings(self) -> set[int]:
         documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        nodes = (node.body[0] for node in ast.walk(self.tree) if isinstance(node, documented) and node.body)
+        nodes = (node.body[0] for node in self.nodes if isinstance(node, documented) and node.body)
         texts = (node for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
         return {
             line for node in texts if isinstance(node.value.value, str)
@@ -113,7 +118,7 @@ class Module:
     @cached_property
     def anys(self) -> int:
         """Uses of ``Any``."""
-        return sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(self.tree))
+        return sum(isinstance(node, ast.Name) and node.id == "Any" for node in self.nodes)
 
     @cached_property
     def group_getattrs(self) -> int:
@@ -121,13 +126,13 @@ class Module:
         return sum(
             isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr"
             and ast.unparse(node.args[0]).rpartition(".")[2].lstrip("_") == "group"
-            for node in ast.walk(self.tree)
+            for node in self.nodes
         )  # fmt: skip
 
     @cached_property
     def mutated_classes(self) -> tuple[str, ...]:
         """Classes with a method other than the constructor that changes ``self`` or a container in it."""
-        classes = (node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef))
+        classes = (node for node in self.nodes if isinstance(node, ast.ClassDef))
         return tuple(node.name for node in classes if any(_mutates(method) for method in _methods(node)))
 
 

@@ -216,7 +216,7 @@ def test_docstrings():
 def declared(module: Module) -> set[str]:
     """Underscored names that the file defines: functions, classes, variables, attributes of ``self``."""
     names = set()
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, (*Function.__args__, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -235,7 +235,7 @@ def private_names(module: Module) -> Iterator[tuple[str, int]]:
     for found in module.imports:
         if found.target.partition(".")[0] != "fpipe":
             yield from ((part, found.line) for part in found.target.split(".") if part.startswith("_"))
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute) and not _is_self(node.value):
             yield node.attr, node.lineno
         elif isinstance(node, ast.Constant) and _is_private_text(node.value):
