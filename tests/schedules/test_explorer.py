@@ -59,7 +59,7 @@ def cases(long: bool) -> Iterator[tuple[str, int, int, int]]:
 
 
 def test_times_are_those_of_the_simulator(page: Any, long: bool):
-    """Every start and every end, of all schedules, for many counts and for costs that differ."""
+    """Every start and every end, of all schedules, for many counts and for costs that differ from case to case."""
     asked, expected, refusals = [], [], 0
     for name, ranks, microbatches, per_rank in cases(long):
         key = f"{ranks},{microbatches},{per_rank}"
@@ -68,7 +68,7 @@ def test_times_are_those_of_the_simulator(page: Any, long: bool):
             assert page.evaluate("([n, k]) => fpipe.orders[n][k]", [name, key]) == reason
             refusals += 1
             continue
-        for costs in COSTS:
+        for costs in COSTS if long else COSTS[len(asked) % 2 :][:1]:
             t = schedule.simulate(per_share(costs, schedule))
             asked.append([name, key, {"F": costs.F, "I": costs.I, "W": costs.W, "comm": costs.comm}])
             expected.append([[list(starts), list(ends)] for starts, ends in zip(t.starts, t.ends, strict=True)])
