@@ -203,6 +203,25 @@ def test_the_linear_program_is_the_largest_bound_within_little_memory(monkeypatc
     assert s.bound > lower_bound(Problem.of(costs, (0, 1, 2, 3), 4, 6, (1.0,) * 4), costs)
 
 
+def test_the_bound_of_uneven_v_half_by_hand() -> None:
+    """8 ranks, 32 microbatches, 10 chunks: what rank 7 must do, the ways from rank 0 to it and back; .1111 at least.
+
+    The last rank begins 7 F and 7 links after rank 0. Its first backward comes after 9 F, 7 I and 14 links, and at most
+    10 F fit in memory until then. When its last forward ends, at most 10 chunks lack I and W; from there 7 F, 9 I and
+    14 links lead to the end of its last I, then 7 I, 7 links and a W to the end of rank 0.
+    """
+    f, i, w, link = 4.959, 5.217, 3.519, 0.213
+    before = 7 * (f + link)
+    head = 9 * f + 7 * i + 14 * link - 10 * f
+    work = 64 * (f + i + w) - 10 * (i + w)
+    back = 7 * f + 9 * i + 14 * link
+    costs = Costs(F=f, I=i, W=w, comm=link)
+    problem = Problem.of(costs, Placement.v(8).paths[0], 8, 32, (10.0,) * 8)
+    bound = lower_bound(problem, costs)
+    assert bound == pytest.approx(before + head + work + back + 7 * (i + link) + w)
+    assert 1 - 64 * (f + i + w) / bound == pytest.approx(0.1111, abs=5e-5)
+
+
 def test_a_bound_has_a_reason() -> None:
     s = quick(Costs(), 4, 8, "one", memory=4)
     assert s.bound == 27 and s.gap == 0 and "waits" in s.bound.reason
