@@ -39,6 +39,9 @@ $(VENV)/.installed-docs: pyproject.toml constraints.txt | $(VENV)/bin/python
 demo: $(VENV)/.installed ## train a small GPT through 4 processes, and check its gradients; ARGS="--steps 50"
 	@$(BIN)/fpipe train --schedule ZBV --ranks 4 --steps 200 --out run $(ARGS)
 
+# interpreters and workers that tests start read what is compiled, also where a machine sets this
+test test-long test-torch: export PYTHONDONTWRITEBYTECODE =
+
 test: $(VENV)/.installed-dev ## the whole suite; ARGS="-k name" for a part, JOBS=1 for one process
 	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
