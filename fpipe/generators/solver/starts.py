@@ -182,6 +182,8 @@ def lines(problem: Problem) -> Iterator[Orders]:
     room = min(limit / max(p.saved[s] * p.size[0] for s in held) if limit < inf else inf
                for limit, held in zip(p.limit, p.of_rank, strict=True))  # fmt: skip
     most, least = int(min(room * ALMOST, p.stages)), 2 * ((p.ranks + 4) // 3)
+    if most == p.stages and not p.small:
+        return  # ZBV is as good and takes less time
     for chunks in range(most, max(least, most - (2 if p.small else 0)) - 1, -1):
         yield line_orders(p.ranks, p.microbatches, chunks)
 
