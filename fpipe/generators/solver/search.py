@@ -14,6 +14,7 @@ from ...schedule import Schedule
 from ...schedules.costs import Costs
 from . import exact, relaxation, starts
 from .bounds import Bound
+from .critical import anneal_rows
 from .fill import Setting, fill
 from .fused import merged
 from .local import anneal
@@ -23,6 +24,8 @@ from .task import Few, Source, Task
 
 _LEAST = 3.0  #: seconds that the exact solver needs for few microbatches of a large problem
 _SCAN = 0.15  #: the share of the time until which blocks that wait at the top are tried
+#: From which share of the time on complete rows are annealed: with one task, and with several.
+_ROWS_FROM = 0.3, 0.5
 _CLOSE = 1.015  #: of its bound, within which it gets more of the time
 _DRAWS = 0.5  #: the share of the time that may be spent on starts
 #: Until which shares of the time orders are drawn and then annealed, round by round.
@@ -170,6 +173,9 @@ class Search:
             tasks = self._draw([task for task in tasks if task.bound < self.span], drawn)
             if tasks and tasks[0].problem.small:
                 self._anneal(tasks[0], annealed)
+                if annealed > _ROWS_FROM[len(tasks) > 1] and tasks[0].has_few_actions:
+                    self._anneal_rows(tasks[0])
+                    return
 
     def _draw(self, tasks: Sequence[Task], until: float) -> Sequence[Task]:
         """Draw until this share of the time has passed; the tasks by what was drawn, the best one first."""
@@ -200,6 +206,13 @@ class Search:
             if task.filled is not None and task.filled.span < filled.span:
                 orders, setting = passes_of(task.filled.rows, p.stages), task.setting
         anneal(p, orders, setting, self.random, self._passed(task, self.share(), until), task.offer)
+        self._take(task)
+
+    def _anneal_rows(self, task: Task) -> None:
+        """Local search on complete rows in what is left of the time."""
+        if task.filled is not None:
+            found = lambda filled: task.offer(filled, task.setting)
+            anneal_rows(task.problem, task.filled.rows, self.random, self._passed(task, self.share(), 1.0), found)
         self._take(task)
 
     def _anneal_few(self, task: Task, few: Few, until: float) -> None:

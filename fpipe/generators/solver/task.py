@@ -14,6 +14,8 @@ from .periodic import extended
 from .problem import Orders, Problem, Rows, most_held, passes_of
 from .starts import Blocks
 
+_ACTIONS = 2000  #: up to which complete rows are annealed
+
 
 class Source(NamedTuple):
     """What draws choices for orders, and its best ones, with their spans."""
@@ -65,6 +67,11 @@ class Task:
     def span(self) -> float:
         """What the best solution would take in full."""
         return inf if self.filled is None else self.filled.span + self.work
+
+    @property
+    def has_few_actions(self) -> bool:
+        """Whether complete rows can be annealed: a change of those of few microbatches does not repeat."""
+        return not self.more and 3 * self.problem.stages * self.problem.microbatches <= _ACTIONS
 
     def offer(self, filled: Filled | None, setting: Setting) -> None:
         """Keep a solution that is better."""
