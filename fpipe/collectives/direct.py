@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
+from ..devices import cores
 from .agreement import Agreement, Exchange
 from .faults import FaultMonitor
 from .group import Sender, Work
@@ -52,8 +53,8 @@ class Transport(Protocol):
         """Request the next message of a rank."""
         ...
 
-    def fetcher(self, form: WireFormat, src: int) -> Fetch | None:
-        """For the next message if it has arrived; None where messages are requested ahead of need."""
+    def fetcher(self, form: WireFormat, src: int) -> Fetch:
+        """For the next message if it has arrived."""
         ...
 
     def share(self, form: WireFormat, tensors: tuple[Tensor, ...] | None, src: int) -> tuple[Tensor, ...]:
@@ -79,7 +80,7 @@ class Direct:
         self.sockets: Sockets | None = None
         if sockets and not self.whole and monitor.size <= MOST:
             links, self.whole = self._linked()
-            self.sockets = Sockets(monitor, agreement, links, _ranks_here(monitor.size) <= (os.cpu_count() or 1))
+            self.sockets = Sockets(monitor, agreement, links, _ranks_here(monitor.size) <= cores())
         self._all: tuple[Transport, ...] = tuple(each for each in (self.memory, self.sockets) if each is not None)
         #: The exchange of words, if all ranks use a transport; with one transport it is that of it, which is shorter.
         self.words: Exchange | None = None

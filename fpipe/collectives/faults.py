@@ -91,6 +91,20 @@ class FaultMonitor:
             journal.relax()
         journal.peers = ()
 
+    def until(
+        self, ready: Callable[[], bool], peer: int, doing: str, sleep: Callable[[], object], gone: Callable[[], str]
+    ) -> None:
+        """Sleep until ready; raise if ``gone()`` says why the peer is, or the time-out has passed."""
+        start = time.monotonic()
+        with self.waiting(peer, doing):
+            while not ready():
+                sleep()
+                if ready():
+                    return
+                why = gone()
+                if why or time.monotonic() - start > self.timeout:
+                    raise RuntimeError(why or "timed out")
+
     @contextmanager
     def connecting(self) -> Iterator[None]:
         """:meth:`waiting` for all ranks, while a backend connects them; errors that no other rank caused pass."""

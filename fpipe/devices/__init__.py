@@ -5,11 +5,11 @@
 not know groups or stages.
 """
 
-from .current import Memory, current, default_attention, distrusted, memory, pick, synchronize
+from .current import Memory, cores, current, default_attention, distrusted, memory, pick, synchronize
 from .kinds import KINDS, DeviceKind, kind
 from .streams import Streams, drawn, exclusive, restore_streams, save_streams
 
 __all__ = [
-    "KINDS", "DeviceKind", "Memory", "Streams", "current", "default_attention", "distrusted", "drawn", "exclusive",
-    "kind", "memory", "pick", "restore_streams", "save_streams", "synchronize",
+    "KINDS", "DeviceKind", "Memory", "Streams", "cores", "current", "default_attention", "distrusted", "drawn",
+    "exclusive", "kind", "memory", "pick", "restore_streams", "save_streams", "synchronize",
 ]  # fmt: skip

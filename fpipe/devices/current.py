@@ -7,6 +7,7 @@ module must not know groups and stages.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable
 from importlib import import_module
@@ -169,3 +170,12 @@ def distrusted(devices: Iterable[torch.device]) -> str | None:
 def _current(device: torch.device) -> bool:
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == device.type
+
+
+def cores() -> int:
+    """The cores of the processor that this process may use.
+
+    >>> cores() > 0
+    True
+    """
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

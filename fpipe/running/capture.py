@@ -154,7 +154,7 @@ def _find(known: Graphs, key: Any, device: torch.device) -> Graph | None:
 def _give_up(known: Graphs, key: Any, reason: str) -> None:
     """Run steps of this signature without a graph from now on, and warn."""
     known[key] = reason
-    warnings.warn(f"capture=True: steps run without a graph, since {reason}", stacklevel=5)
+    warnings.warn(f"capture=True: steps run without a graph, since {reason}", stacklevel=6)
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:

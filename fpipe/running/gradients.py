@@ -15,7 +15,7 @@ from .. import tree
 from ..errors import StageError
 from ..tree import Tree
 from . import calls, capture
-from .arguments import Each
+from .arguments import Call, Each
 from .derived import nested
 from .pipeline import Pipeline
 from .signatures import (
@@ -126,18 +126,24 @@ def value_and_grad(
         if calls.surrounded():
             value, grads = nested.value_and_grad(call, x)
         elif config.capture and not calls.observed():
-            key = call.signature(), _value, None if tree.is_tensor(loss_scale) else loss_scale
-            step = capture.Step(
-                plain=lambda: calls.value_and_grad(call, cache, _value),
-                on=lambda *args: calls.value_and_grad(prepare(*args), cache, _value),
-                why_not=lambda: calls.unrecordable(call, cache),
-            )
-            value, grads = step.run(cache.graphs, key, config.device, (params, x, targets, side, loss_scale))
+            value, grads = _captured(pipe, call, prepare, (params, x, targets, side, loss_scale), _value)
         else:
             value, grads = calls.value_and_grad(call, cache, _value)
         return value, grads[0] if isinstance(argnums, int) else grads
 
     return call
+
+
+def _captured(pipe: Pipeline[Any, Any], call: Call, prepare: Callable[..., Call], args: Any, value: bool) -> Any:
+    """``calls.value_and_grad`` by the graph of its signature."""
+    cache, scale = pipe.cache, args[-1]
+    step = capture.Step(
+        plain=lambda: calls.value_and_grad(call, cache, value),
+        on=lambda *args: calls.value_and_grad(prepare(*args), cache, value),
+        why_not=lambda: calls.unrecordable(call, cache),
+    )
+    key = call.signature(), value, None if tree.is_tensor(scale) else scale
+    return step.run(cache.graphs, key, pipe.config.device, args)
 
 
 def check_pipeline(name: str, pipe: object) -> None:

@@ -112,7 +112,7 @@ def test_a_mistake_gets_help(arguments: list[str], message: str, capsys: pytest.
 
 
 def test_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fpipe.command.training.conduct._cores", lambda: 1)
+    monkeypatch.setattr("fpipe.command.training.conduct.cores", lambda: 1)
     plan = tmp_path / "plan.csv"
     fpipe.make_schedule("ZBV", 2, 4).to_csv(plan)
     out = tmp_path / "run"

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...devices import cores
 from ...errors import GroupError, MismatchError
 from ..agreement import Agreement
 from ..faults import FaultMonitor
@@ -124,7 +125,7 @@ class SharedMemory:
         self._inboxes: dict[tuple[int, int], _Inbox] = {}
         self._sender, self._fetcher = lru_cache(_KEPT)(self.sender), lru_cache(_KEPT)(self.fetcher)  # of broadcasts
         self._late: list[LaneWriter] = []  # those with queued messages
-        self.poll = _POLL if len(peers) < len(os.sched_getaffinity(0)) else 0.0
+        self.poll = _POLL if len(peers) < cores() else 0.0
         words = {rank: peer.words for rank, peer in peers.items()}
         self.words = Board(outbox.words, words, lambda rank: peers[rank].gone(), self.poll)
 
@@ -247,17 +248,11 @@ class SharedMemory:
         self._agreement.confirm()
 
     def _until(self, ready: Callable[[], bool], peer: int, doing: str, sleep: Callable[[], None]) -> None:
-        """Sleep until ready; raises if the peer is gone or the time-out has passed."""
-        start = time.monotonic()
-        with self._monitor.waiting(peer, doing):
-            while not ready():
-                sleep()
-                if ready():
-                    return
-                self._agreement.check()
-                gone = self._peers[peer].gone()
-                if gone or time.monotonic() - start > self._monitor.timeout:
-                    raise RuntimeError(gone or "timed out")
+        self._monitor.until(ready, peer, doing, sleep, lambda: self._gone(peer))
+
+    def _gone(self, peer: int) -> str:
+        self._agreement.check()
+        return self._peers[peer].gone()
 
 
 def _short(form: WireFormat) -> bool:

@@ -68,8 +68,7 @@ def connect(
         kept = {other for other, (_, ranks) in enumerate(every) if rank in ranks}
     for other in ends:
         if other not in kept:
-            for connection in ends[other]:
-                connection.close()
+            _close(ends[other])
     mutual = lambda a, b: b in every[a][0] or (b in every[a][1] and a in every[b][1])
     whole = all(mutual(a, b) for a in range(size) for b in range(size) if a != b)
     return {other: each for other, each in links.items() if other in kept}, whole

@@ -113,7 +113,7 @@ class Stream:
             except BlockingIOError:
                 return False
             except OSError as error:  # the message is lost, as one that nobody reads
-                self.ended = f"it ended its connection ({error})"
+                self.ended = ended(error)
                 return True
         return True
 
@@ -133,10 +133,10 @@ class Stream:
             except BlockingIOError:
                 return
             except OSError as error:
-                self.ended = f"it ended its connection ({error})"
+                self.ended = ended(error)
                 return
             if count == 0:
-                self.ended = "it ended its connection"
+                self.ended = ended()
                 return
             header = len(frame.parts) > len(frame.held)
             frame.advance(count)
@@ -152,6 +152,11 @@ class Stream:
     def finish(self) -> None:
         """Tell the other end that no message follows."""
         ending(self.connection)
+
+
+def ended(error: OSError | None = None) -> str:
+    """Why nothing more arrives, as text."""
+    return "it ended its connection" + ("" if error is None else f" ({error})")
 
 
 def ending(connection: socket.socket) -> None:

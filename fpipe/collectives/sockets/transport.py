@@ -172,16 +172,9 @@ class Sockets:
             )
         return not frame.left
 
-    def _until(self, done: Callable[[], bool], peer: int, doing: str, sleep: Callable[[], object]) -> None:
-        """Sleep until it is done; raises if the peer is gone or the time-out has passed."""
-        start = time.monotonic()
-        with self._monitor.waiting(peer, doing):
-            while not done():
-                self._agreement.check()
-                gone = self._gone(peer)
-                if gone or time.monotonic() - start > self._monitor.timeout:
-                    raise RuntimeError(gone or "timed out")
-                sleep()
+    def _until(self, ready: Callable[[], bool], peer: int, doing: str, sleep: Callable[[], object]) -> None:
+        self._monitor.until(ready, peer, doing, sleep, lambda: self._gone(peer))
 
     def _gone(self, peer: int) -> str:
+        self._agreement.check()
         return next(filter(None, (self._streams[peer, kind].ended for kind in (PLANS, SHARED))), "")

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Mapping
 from struct import Struct
 
-from .stream import ending
+from .stream import ended, ending
 
 _WORD = Struct("<QQ")
 _LATER = 0.01  #: seconds of waiting after which a rank sleeps
@@ -43,7 +43,7 @@ class Words:
             try:
                 connection.sendall(_WORD.pack(number, word))
             except OSError as error:  # nobody reads it; whoever waits for this rank's word learns why
-                self._ended[rank] = f"it ended its connection ({error})"
+                self._ended[rank] = ended(error)
 
     def equal(self, number: int, word: int) -> bool | None:
         """Whether every rank has sent this word; None while one has not."""
@@ -88,10 +88,10 @@ class Words:
             except BlockingIOError:
                 return None
             except OSError as error:
-                self._ended[rank] = f"it ended its connection ({error})"
+                self._ended[rank] = ended(error)
                 return None
             if not found:
-                self._ended[rank] = "it ended its connection"
+                self._ended[rank] = ended()
                 return None
             self._read[rank] += found
             if len(self._read[rank]) == _WORD.size:

@@ -24,6 +24,7 @@ from rich.markup import escape
 from torch import Tensor
 
 from ... import tree
+from ...devices import cores
 from ...schedules import pictures
 from ..launch import launch
 from .gpt import cross_entropy
@@ -51,8 +52,8 @@ def run(settings: Settings, source: str, out: Path) -> int:
     console.print(f"Largest difference of its gradients from a single process: {largest}  {of}", soft_wrap=True)
     page = write(last, out, s.name)
     console.print(f"Simulated and measured timeline: [bold]{page}[/bold]", soft_wrap=True)
-    if _cores() < s.ranks:
-        shared = f"{s.ranks} processes share {_cores()} of this machine's cores"
+    if cores() < s.ranks:
+        shared = f"{s.ranks} processes share {cores()} of this machine's cores"
         console.print(f"[dim]({shared}: measured actions take turns, and are longer for it)[/dim]", soft_wrap=True)
     console.print("\nThree things to try next:")
     for line, purpose in _next(settings, out):
@@ -133,11 +134,6 @@ def sample(settings: Settings, params: Sequence[Any], start: str, count: int) ->
             probabilities = torch.softmax(y[0, -1] / 0.7, dim=-1)
             tokens = torch.cat([tokens, torch.multinomial(probabilities, 1, generator=generator)])
     return text.decode(tokens)
-
-
-def _cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _next(settings: Settings, out: Path) -> list[tuple[str, str]]:

@@ -48,15 +48,10 @@ class _Graph(NamedTuple):
             for s in range(stages):
                 bytes_of = (p.saved[s], p.kept[s] - p.saved[s], -p.kept[s])[op]
                 for k in range(count):
-                    needs, travel = -1, 0.0
-                    if op == 0 and s:
-                        needs, travel = number(0, s - 1, k), p.link[s - 1]
-                    elif op == 1 and s < stages - 1:
-                        needs, travel = number(1, s + 1, k), p.link[s]
-                    elif op:
-                        needs = number(op - 1, s, k)
+                    needs = [(number(*before), travel) for before, travel in p.needed(op, s, k)]
+                    before, travel = needs[0] if needs else (-1, 0.0)
                     graph.length.append(p.time(op, s, k))
-                    graph.needs.append(needs)
+                    graph.needs.append(before)
                     graph.travel.append(travel)
                     graph.adds.append(bytes_of * p.size[k])
         return graph

@@ -147,7 +147,7 @@ def _starts(m: _Model, rows: Rows) -> dict[Name, int]:
         moved = False
         for rank, row in enumerate(rows):
             for op, s, k in row[at[rank] :]:
-                needed = _needed(p, op, s, k)
+                needed = p.needed(op, s, k)
                 if any(before not in ends for before, _ in needed):
                     break
                 ready = [ends[before] + floor(link * m.scale + 1e-6) for before, link in needed]
@@ -155,15 +155,6 @@ def _starts(m: _Model, rows: Rows) -> dict[Name, int]:
                 clock[rank] = ends[op, s, k] = starts[op, s, k] + m.length[op, s, k]
                 at[rank], moved = at[rank] + 1, True
     return starts
-
-
-def _needed(p: Problem, op: int, s: int, k: int) -> list[tuple[Name, float]]:
-    """The action that an action needs, and how long its message takes; none for the F of the first stage."""
-    if op == 0:
-        return [((0, s - 1, k), p.link[s - 1])] if s else []
-    if op == 1 and s < p.stages - 1:
-        return [((1, s + 1, k), p.link[s])]
-    return [((op - 1, s, k), 0.0)]
 
 
 def _keep_period(m: _Model, rows: Rows) -> None:
@@ -188,7 +179,7 @@ def _after(m: _Model, name: Name, before: Name, wait: float = 0.0) -> None:
 
 def _precedences(m: _Model) -> None:
     for name in m.start:
-        for before, link in _needed(m.problem, *name):
+        for before, link in m.problem.needed(*name):
             _after(m, name, before, link)
 
 

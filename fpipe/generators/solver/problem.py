@@ -115,6 +115,14 @@ class Problem:
         """How long an action takes."""
         return (self.F, self.I, self.W)[op][stage] * self.load[microbatch]
 
+    def needed(self, op: int, stage: int, microbatch: int) -> list[tuple[tuple[int, int, int], float]]:
+        """The action that an action needs, and how long its message takes; none for the F of the first stage."""
+        if op == 0:
+            return [((0, stage - 1, microbatch), self.link[stage - 1])] if stage else []
+        if op == 1 and stage < self.stages - 1:
+            return [((1, stage + 1, microbatch), self.link[stage])]
+        return [((op - 1, stage, microbatch), 0.0)]
+
     @property
     def even(self) -> bool:
         """Whether all microbatches cost the same."""
