@@ -175,6 +175,9 @@ def _current(device: torch.device) -> bool:
 def cores() -> int:
     """The cores of the processor that this process may use.
 
+    Returns:
+        Their number, at least 1.
+
     >>> cores() > 0
     True
     """
