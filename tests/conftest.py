@@ -1,4 +1,7 @@
-"""Configuration of all tests: one thread per process, repeatable hypothesis runs, golden files, GPU tests."""
+"""Configuration of all tests: one thread per process, repeatable hypothesis runs, golden files, GPU tests.
+
+What ``make test`` leaves to ``--long`` is marked in the tests, with the names of ``helpers/sample.py``.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +51,22 @@ def pytest_collection() -> Generator[None, object, object]:
         collector.settle()
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need an accelerator on machines without one; name the groups of ``TOGETHER``."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, object, object]:
+    """Skip tests that need an accelerator on machines without one; name the groups of ``TOGETHER``. Of the tests that
+    were selected, leave out those for ``--long``."""
+    _prepare(items)
+    result = yield
+    if not config.getoption("--long"):
+        from sample import taken
+
+        kept = taken(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+    return result
+
+
+def _prepare(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.stem in TOGETHER and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(TOGETHER[item.path.stem]))

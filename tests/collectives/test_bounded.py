@@ -23,6 +23,7 @@ from fpipe.collectives.rendezvous import Rendezvous
 from fpipe.command.launch import _context
 from fpipe.command.outcome import store as launcher_store
 from fpipe.errors import GroupError
+from sample import also
 
 PROCESSES = _context("forkserver", None)  # those of fpipe.launch, which have imported torch
 
@@ -157,12 +158,11 @@ def test_the_launcher_listens_on_one_address():
 
 @pytest.mark.timeout(300)  # of loaded machines: each rank imports torch
 @pytest.mark.parametrize(
-    ("moment", "over"), [("start", "memory"), ("handshake", "gloo"), ("step", "sockets"), ("barrier", "gloo")]
+    ("moment", "over"),
+    [*also(("start", "memory")), ("handshake", "gloo"), ("step", "sockets"), *also(("barrier", "gloo"))],
 )
-def test_survivors_end_when_the_host_of_the_store_is_stopped(moment: str, over: str, tmp_path: Path, long: bool):
+def test_survivors_end_when_the_host_of_the_store_is_stopped(moment: str, over: str, tmp_path: Path):
     """With env:// they waited for ever: the error was known, and the store was asked for its cause."""
-    if not long and moment not in ("handshake", "step"):
-        pytest.skip("see --long")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3", **OVER[over]}

@@ -16,6 +16,7 @@ from carriers import OVER
 from fpipe.command.launch import _context
 from fpipe.programs.stored.folder import VARIABLE
 from fpipe.testing import run
+from sample import also
 from schedule_table import TABLE
 
 NAMES = [family.name for family in TABLE]
@@ -35,10 +36,21 @@ def local(name: str, ranks: int) -> dict[Any, str]:
     return training_steps.steps(fpipe.local(ranks), name, PLANS)
 
 
+#: The schedules of the suite by number of ranks, started by ``fpipe.launch`` and by torchrun.
+LAUNCHED = {2: NAMES[::2], 4: NAMES}
+TORCHRUN = {2: NAMES[1::2], 4: NAMES[::4]}
+
+
+def rows(suite: dict[int, list[str]]) -> list[Any]:
+    """Numbers of ranks and schedules: all, of which the suite runs some."""
+    return [(p, name) if name in suite[p] else also((p, name))[0] for p in suite for name in NAMES]
+
+
 @pytest.fixture(scope="module")
-def on_gloo(traces: dict[str, str]) -> dict[int, list[dict[str, dict[Any, str]]]]:
-    steps = training_steps.steps_under
-    return {ranks: fpipe.launch(steps, NAMES, PLANS, ranks=ranks, timeout=110, env=traces) for ranks in (2, 4)}
+def on_gloo(traces: dict[str, str], long: bool) -> dict[int, list[dict[str, dict[Any, str]]]]:
+    names = dict.fromkeys(LAUNCHED, NAMES) if long else LAUNCHED
+    launch = lambda p: fpipe.launch(training_steps.steps_under, names[p], PLANS, ranks=p, timeout=110, env=traces)
+    return {ranks: launch(ranks) for ranks in names}
 
 
 def whole(parts: Sequence[dict[Any, str]]) -> dict[Any, str]:
@@ -52,12 +64,12 @@ def whole(parts: Sequence[dict[Any, str]]) -> dict[Any, str]:
 
 @pytest.mark.timeout(300)  # of busy machines: 18 schedules on two and on four processes
 @pytest.mark.xdist_group("launched")
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("ranks", "name"), rows(LAUNCHED))
 def test_gloo_processes_give_the_bits_of_the_local_group(on_gloo, name: str, ranks: int):
     assert whole([part[name] for part in on_gloo[ranks]]) == local(name, ranks)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("order", ["buffered", "lockstep"])
 @pytest.mark.parametrize("name", NAMES)
 def test_fake_worlds_give_the_bits_of_the_local_group(name: str, order: str):
@@ -67,21 +79,20 @@ def test_fake_worlds_give_the_bits_of_the_local_group(name: str, order: str):
         assert whole(parts) == {key: value for key, value in local(name, 4).items() if key[1] < 2}, f"seed {seed}"
 
 
-#: The schedules of the suite under torchrun, by number of ranks; all of both with ``--long``.
-FEWER = {2: NAMES[1::2], 4: NAMES[::4]}
-
-
-@pytest.fixture(scope="module", params=[2, 4])
-def under_torchrun(request, traces: dict[str, str], long: bool) -> tuple[int, list[dict[str, dict[Any, str]]]]:
+@pytest.fixture(scope="module")
+def under_torchrun(traces: dict[str, str], long: bool) -> dict[int, list[dict[str, dict[Any, str]]]]:
     """The same table through gloo and through sockets, as between processes of several hosts."""
-    # What torchrun calls. Its processes are forked from one that has imported torch.
-    config = LaunchConfig(
-        1, 1, request.param, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", local_addr="127.0.0.1",
-        start_method=_context(None, None).get_start_method(),
-    )  # fmt: skip
-    over, names = {2: "gloo", 4: "sockets"}[request.param], NAMES if long else FEWER[request.param]
-    found = elastic_launch(config, _as_between_hosts)(OVER[over] | traces, names, PLANS[:2])
-    return request.param, [found[rank] for rank in range(request.param)]
+    results = {}
+    for ranks, over in ((2, "gloo"), (4, "sockets")):
+        # What torchrun calls. Its processes are forked from one that has imported torch.
+        config = LaunchConfig(
+            1, 1, ranks, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", local_addr="127.0.0.1",
+            start_method=_context(None, None).get_start_method(),
+        )  # fmt: skip
+        names = NAMES if long else TORCHRUN[ranks]
+        found = elastic_launch(config, _as_between_hosts)(OVER[over] | traces, names, PLANS[:2])
+        results[ranks] = [found[rank] for rank in range(ranks)]
+    return results
 
 
 def _as_between_hosts(env: dict[str, str], *args: Any) -> dict[str, dict[Any, str]]:
@@ -91,9 +102,7 @@ def _as_between_hosts(env: dict[str, str], *args: Any) -> dict[str, dict[Any, st
 
 
 @pytest.mark.xdist_group("launched")
-@pytest.mark.parametrize("name", NAMES)
-def test_torchrun_gives_the_bits_of_the_local_group(under_torchrun, name: str):
-    ranks, found = under_torchrun
-    if name not in found[0]:
-        pytest.skip("see --long")
-    assert whole([part[name] for part in found]) == {k: v for k, v in local(name, ranks).items() if k[1] < 2}
+@pytest.mark.parametrize(("ranks", "name"), rows(TORCHRUN))
+def test_torchrun_gives_the_bits_of_the_local_group(under_torchrun, name: str, ranks: int):
+    found = whole([part[name] for part in under_torchrun[ranks]])
+    assert found == {key: value for key, value in local(name, ranks).items() if key[1] < 2}

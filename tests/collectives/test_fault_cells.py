@@ -11,15 +11,18 @@ import pytest
 
 from benchmarks.fault_cell import FIRST, Cell
 from benchmarks.fault_matrix import Network, Outcome, run_cell
+from sample import also
 
 CELLS = (
     Cell("rank 1", "stop", "handshake", "env", "sockets"),
-    Cell("rank 0", "kill", "mid step", "env", "memory"),
     Cell("rank 1", "raise", "weighted", "launch", "sockets"),
-    Cell("rank 2", "stop", "ZeRO", "torchrun", "memory"),
     Cell("rank 3", "kill", "tensor parallel", "torchrun", "sockets"),
-    Cell("rank 1", "slow", "trace", "launch", "memory"),
     Cell(FIRST, "cut", "pullback", "torchrun", "memory"),
+)
+MORE = (
+    Cell("rank 0", "kill", "mid step", "env", "memory"),
+    Cell("rank 2", "stop", "ZeRO", "torchrun", "memory"),
+    Cell("rank 1", "slow", "trace", "launch", "memory"),
 )
 
 
@@ -40,10 +43,8 @@ def networks() -> Iterator[SimpleQueue[Network]]:
 
 @pytest.mark.xdist_group("fault cells")
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("cell", CELLS, ids=" ".join)
-def test_survivors_end_in_time_and_name_the_culprit(cell: Cell, networks: SimpleQueue[Network], long: bool):
-    if not long and cell not in CELLS[::2]:
-        pytest.skip("see --long")
+@pytest.mark.parametrize("cell", [*CELLS, *also(*MORE)], ids=" ".join)
+def test_survivors_end_in_time_and_name_the_culprit(cell: Cell, networks: SimpleQueue[Network]):
     outcome = run_cell(cell, 3.0, networks)
     assert isinstance(outcome, Outcome), outcome
     assert outcome.in_time, outcome.texts

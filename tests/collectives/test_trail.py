@@ -11,19 +11,23 @@ from itertools import count
 import pytest
 import torch.distributed as dist
 
-from fpipe.collectives import faults, journal
+from fpipe.collectives import faults, journal, rendezvous, trail
 from fpipe.collectives.bounded import BoundedStore, StoreLostError
 from fpipe.collectives.faults import FaultMonitor
 from fpipe.collectives.rendezvous import TRACING, Rendezvous
 from fpipe.errors import StalledError
 
-WAIT = 1.0
-LATE = 4.5  #: seconds of a slow trace
+WAIT = 0.5
+LATE = 2.25  #: seconds of a slow trace
 
 
 @pytest.fixture(autouse=True)
 def _no_lingering(monkeypatch: pytest.MonkeyPatch):
+    """Half of the times of a search."""
     monkeypatch.setattr(faults, "host", lambda: ("the launcher", None))
+    beats = [(module, "BEAT") for module in (journal, trail, faults)]
+    for module, name in (*beats, (faults, "_BUDGET"), (rendezvous, "_ALIVE")):
+        monkeypatch.setattr(module, name, getattr(module, name) / 2)
 
 
 @contextmanager
@@ -141,7 +145,8 @@ def test_a_wait_inside_a_stage_that_the_backend_does_not_end_is_ended(monkeypatc
         owner = monitor(store, found, 0, [0, 1])
         monkeypatch.setattr(faults, "_MONITORS", {"tp": owner})
         with faults.watched("tp")():
-            time.sleep(WAIT + 3.5)
+            for _ in range(45):
+                time.sleep(0 if ended else 0.1)
     assert isinstance(ended[0], StalledError)
     assert "in a collective of a stage with rank 1" in str(ended[0])
 

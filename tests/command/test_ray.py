@@ -47,11 +47,10 @@ def test_ranks_meet_and_results_come_by_rank_as_the_docs_say():
 
 
 @pytest.mark.parametrize(
-    ("how", "raised", "message"), [("raise", _UserError, "boo"), ("kill", LaunchError, "rank 1 ended by")]
+    ("how", "raised", "message"),
+    [("raise", _UserError, "boo"), pytest.param("kill", LaunchError, "rank 1 ended by", marks=pytest.mark.long)],
 )
-def test_first_failure_is_raised_and_the_rest_ended(how: str, raised: type[Exception], message: str, long: bool):
-    if how == "kill" and not long:
-        pytest.skip("see --long")
+def test_first_failure_is_raised_and_the_rest_ended(how: str, raised: type[Exception], message: str):
     begin = time.monotonic()
     with pytest.raises(raised, match=message) as caught:
         launch(_meet, how, ranks=2, on="ray:CPU", timeout=55)

@@ -29,6 +29,7 @@ from fpipe.interop import pipelining
 from fpipe.interop.pipelining import PipelineStage, get_schedule_class
 from fpipe.interop.pipelining.schedules import _PipelineScheduleRuntime, _ScheduleForwardOnly
 from fpipe.interop.pipelining.stage import _GROUPS
+from sample import covering
 
 WIDTH, MICROBATCHES, RANKS = 6, 4, 2
 CPU = torch.device("cpu")
@@ -38,32 +39,41 @@ CATALOGUE = ("Eager1F1B", "ZBH1", "ZBH2", "ZB1P", "VHalf", "VMin", "DualPipe", "
 CASES: dict[str, Callable[[], None]] = {}
 
 
-#: The cases that ``make test`` leaves to ``make test-long``.
-LONG: set[str] = set()
+#: Cases that take seconds, for a compiler, and run with ``--long`` alone.
+COMPILED = {"compiled_modules[whole]", "compiled_modules[part]"}
 
 
 def case(*parameters: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a function as one case, or one for each parameter; of tables over all schedules some are long."""
+    """Register a function as one case, or one for each parameter."""
 
     def register(fn: Callable[..., None]) -> Callable[..., None]:
         for parameter in parameters or (None,):
             name = fn.__name__ if parameter is None else f"{fn.__name__}[{parameter}]"
             CASES[name] = fn if parameter is None else lambda p=parameter: fn(p)
-            if len(parameters) >= 5 and parameter in ("GPipe", "LoopedBFS", "InterleavedZeroBubble", *CATALOGUE[2:-1]):
-                LONG.add(name)
         return fn
 
     return register
 
 
+def chosen(long: bool) -> set[str]:
+    """The cases that run: of the tables over schedules each schedule and each function."""
+    if long:
+        return set(CASES)
+    rows = [tuple(name.rstrip("]").split("[")) for name in CASES if name.endswith("]")]
+    table = [(fn, name) for fn, name in rows if name in (*SINGLE, *MULTI, *CATALOGUE)]
+    others = set(CASES) - COMPILED - {f"{fn}[{name}]" for fn, name in table}
+    return others | {f"{fn}[{name}]" for fn, name in covering(table)}
+
+
 def run_cases(only: str = "", long: bool = True) -> dict[str, str]:
     """On each of two processes: the traceback of each case, by name, "" where it passes; a failure ends the run."""
+    names = chosen(long)
     dist.init_process_group("gloo")
     assert dist.group.WORLD is not None
     _GROUPS[dist.group.WORLD, "pp"] = fpipe.adopt(dist.group.WORLD, CPU, timeout=20)
     found: dict[str, str] = {}
     for name, run in CASES.items():
-        if only in name and (long or name not in LONG):
+        if only in name and name in names:
             try:
                 run()
                 found[name] = ""
@@ -419,9 +429,6 @@ def compiled_modules(which: str) -> None:
         else:
             stage.submod.up.compile()  # type: ignore[operator, union-attr]
     trained(script)
-
-
-LONG |= {"compiled_modules[whole]", "compiled_modules[part]"}  # a compiler takes seconds
 
 
 class Through(torch.autograd.Function):

@@ -17,6 +17,9 @@ import fpipe
 import pipelining_cases
 from fpipe.interop import pipelining
 from fpipe.interop.pipelining import schedules
+from sample import also
+
+SOME = pipelining_cases.chosen(long=False)
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +29,8 @@ def results(long: bool) -> list[dict[str, str]]:
 
 
 @pytest.mark.xdist_group("pipelining")
-@pytest.mark.parametrize("name", pipelining_cases.CASES)
-def test_as_torch(results: list[dict[str, str]], name: str, long: bool):
-    if not long and name in pipelining_cases.LONG:
-        pytest.skip("with --long")
+@pytest.mark.parametrize("name", [name if name in SOME else also(name)[0] for name in pipelining_cases.CASES])
+def test_as_torch(results: list[dict[str, str]], name: str):
     for rank, found in enumerate(results):
         assert name in found, f"an earlier case failed on rank {rank}: {[n for n, text in found.items() if text]}"
         assert not found[name], f"rank {rank}: {found[name]}"

@@ -198,10 +198,9 @@ def test_parts_are_theirs(package: Any):
                 assert ours == theirs, (stages, layers, less)
 
 
-def test_debug_llama_trains_under_dualpipev(package: Any, long: bool):
+@pytest.mark.long
+def test_debug_llama_trains_under_dualpipev(package: Any):
     """Twenty steps with the package's configuration: the loss falls, and equals that of the unpipelined model."""
-    if not long:
-        pytest.skip("see --long")
     job = package.JobConfig()
     job.parallelism.pipeline_parallel_degree, job.parallelism.pipeline_parallel_schedule = 2, "DualPipeV"
     job.training.local_batch_size, job.training.seq_len = 4, 16

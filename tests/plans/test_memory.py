@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fpipe
 from common import squared
+from sample import also
 from storage_meter import peak_bytes
 
 D, ROWS, PARTS = 32, 16, 6
@@ -75,11 +76,10 @@ def predicted_and_held(stages: list[Any], params: list[Any], shape: tuple[int, .
 SCHEDULES = ["ZBV", "DualPipeV", "1F1B", "GPipe", "ZBH1", "InterleavedZeroBubble"]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_holds_what_its_plan_foretells(name: str, schedule: str, long: bool):
-    if not long and (list(MODELS).index(name) + SCHEDULES.index(schedule)) % 2:
-        pytest.skip("see --long")
+def test_a_step_holds_what_its_plan_foretells(name: str, schedule: str):
     stage, make, shape = MODELS[name]
     per_rank = fpipe.make_schedule(schedule, 1, PARTS).stages
     stages = 4 if per_rank == 1 else per_rank
@@ -91,6 +91,7 @@ def test_a_step_holds_what_its_plan_foretells(name: str, schedule: str, long: bo
     assert abs(predicted / held - 1) < 0.02
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBV"])
 @pytest.mark.parametrize("name", ["mlp", "remat", "cnn"])
 def test_a_step_on_autograd_holds_about_what_its_plan_foretells(name: str, schedule: str):
@@ -105,12 +106,10 @@ def test_a_step_on_autograd_holds_about_what_its_plan_foretells(name: str, sched
     assert 0.91 < predicted / held < 1.45
 
 
-@pytest.mark.parametrize("schedule", ["ZBV", "DualPipeV", "1F1B", "GPipe", "InterleavedZeroBubble", "LoopedBFS"])
-@pytest.mark.parametrize("name", ["mlp", "transformer", "remat"])
-def test_mixed_lengths_in_one_step_hold_what_the_plan_foretells(name: str, schedule: str, long: bool):
+@pytest.mark.parametrize("schedule", ["ZBV", *also("DualPipeV", "1F1B", "GPipe", "InterleavedZeroBubble", "LoopedBFS")])
+@pytest.mark.parametrize("name", ["mlp", *also("transformer", "remat")])
+def test_mixed_lengths_in_one_step_hold_what_the_plan_foretells(name: str, schedule: str):
     """To 1 %, and the third mix of lengths is not traced."""
-    if not long and (name, schedule) != ("mlp", "ZBV"):
-        pytest.skip("see --long")
     stage, make, shape = MODELS[name]
     stages = (
         4 if fpipe.make_schedule(schedule, 1, PARTS).stages == 1 else fpipe.make_schedule(schedule, 1, PARTS).stages

@@ -132,6 +132,7 @@ def names(kind: Kind, error: BaseException | None) -> bool:
     return isinstance(error, fpipe.MismatchError) and any(word in str(error) for word in kind.name.split("|"))
 
 
+@pytest.mark.covering(pairs=True)
 @pytest.mark.parametrize("order", ["buffered", "lockstep"])
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
 @pytest.mark.parametrize("name", KINDS)

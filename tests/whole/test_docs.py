@@ -18,6 +18,7 @@ import fpipe
 from doc_pages import ROOT, continues, run, run_as_script, run_strictly
 from fpipe import generators
 from fpipe.generators import catalogue
+from sample import also
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: pages that run on several processes -> how many
@@ -54,12 +55,10 @@ def test_blocks_on_several_processes(name: str):
 
 
 @pytest.mark.xdist_group("axes")
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_scripts_run_under_torchrun(name: str, tmp_path: Path, long: bool):
+@pytest.mark.parametrize("name", [name if name == "training.md" else also(name)[0] for name in SCRIPTS])
+def test_scripts_run_under_torchrun(name: str, tmp_path: Path):
     if name == "huggingface.md":
         pytest.importorskip("transformers")
-        if not long:
-            pytest.skip("takes 20 seconds: --long")
     (page,) = (ROOT / "docs").rglob(name)
     ranks = SCRIPTS[name]
     assert fpipe.launch(run_as_script, page, tmp_path, ranks=ranks, timeout=100) == [name] * ranks
