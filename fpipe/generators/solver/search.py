@@ -13,6 +13,7 @@ from ...errors import ScheduleError
 from ...schedule import Schedule
 from ...schedules.costs import Costs
 from . import exact, relaxation, starts
+from .beam import beam
 from .bounds import Bound
 from .critical import anneal_rows
 from .fill import Setting, fill
@@ -23,6 +24,8 @@ from .problem import ALMOST, Orders, Problem, passes_of
 from .task import Few, Source, Task
 
 _LEAST = 3.0  #: seconds that the exact solver needs for few microbatches of a large problem
+_BEAMS = 0.5  #: the share of the time that may be spent on beam search
+_BEAM = ((30, 3), (100, 3), (100, 1), (300, 3), (300, 1), (1000, 3), (1000, 1))  #: its states, in all and alike
 _SCAN = 0.15  #: the share of the time until which blocks that wait at the top are tried
 #: From which share of the time on complete rows are annealed: with one task, and with several.
 _ROWS_FROM = 0.3, 0.5
@@ -157,6 +160,7 @@ class Search:
 
     def _improve(self, tasks: Sequence[Task]) -> None:
         """Rounds of draws and of local search from the best that was drawn; the last one from the best of all."""
+        self._beams([task for task in tasks if task.actions <= exact.MOST])
         for task in tasks:
             blocks = starts.Blocks(task.problem, self.random)
             known = task.scan(blocks, lambda task=task: self.share() > _SCAN or task.span <= task.bound * ALMOST)
@@ -176,6 +180,19 @@ class Search:
                 if annealed > _ROWS_FROM[len(tasks) > 1] and tasks[0].has_few_actions:
                     self._anneal_rows(tasks[0])
                     return
+
+    def _beams(self, tasks: Sequence[Task]) -> None:
+        """Beam search of small problems, with more states while that fits in its share of the time."""
+        late, each = lambda: self.share() >= _BEAMS, 0.0
+        for width, alike in _BEAM:
+            before = self.share()
+            if before + 1.2 * each * width > _BEAMS:
+                return
+            for task in tasks:
+                if task.span > task.bound * ALMOST and (found := beam(task.problem, width, alike, late)) is not None:
+                    task.offer(found, task.setting)
+                    self._take(task)
+            each = (self.share() - before) / width
 
     def _draw(self, tasks: Sequence[Task], until: float) -> Sequence[Task]:
         """Draw until this share of the time has passed; the tasks by what was drawn, the best one first."""
