@@ -40,6 +40,14 @@ _BIT = {"F": 1, "B": 2, "I": 4, "W": 8}
 _CLASH = {"F": 1, "B": 2 | 4 | 8, "I": 4 | 2, "W": 8 | 2}
 #: op -> the op of the same stage and microbatch that it needs
 _BEFORE = {"F": 0, "B": 1, "I": 1, "W": 4}
+#: The bit of a stage and microbatch where an op came before the one that it needs.
+_EARLY = 16
+#: op -> by what a stage and microbatch has had: what it has after the op; a number that is no byte if they clash
+_AFTER = {
+    op: [256 if had & _CLASH[op] else had | bit | (_BEFORE[op] & ~had and _EARLY) for had in range(2 * _EARLY)]
+    for op, bit in _BIT.items()
+}
+_OPS = bytes(had % _EARLY for had in range(256))  # without that bit
 #: what a complete stage and microbatch has
 _TRAINED, _FORWARD = (1 | 2, 1 | 4 | 8), (1,)
 _FACTS = {"F": "the output", "I": "the input gradient", "W": "the weight gradient"}
@@ -111,21 +119,19 @@ def inspect_rows(rows: Sequence[Row], placement: Placement, microbatches: int, s
 
 def _tally(rows: Sequence[Row], placement: Placement, microbatches: int) -> tuple[bytearray, bool]:
     """Which ops occur, and whether the rows are ordered as ``walk`` asks; ValueError where a cell breaks a rule."""
-    missing = 0
     paths = [placement.path(microbatch) for microbatch in range(microbatches)]
-    seen = bytearray(placement.stages * microbatches)
+    owners = {path: dict(enumerate(path)) for path in set(paths)}
+    where = {microbatch: owners[path] for microbatch, path in enumerate(paths)}  # KeyError for any other number
+    seen, fused = bytearray(placement.stages * microbatches), False
     for rank, row in enumerate(rows):
         cells = _flat(row)
-        missing |= cells is not row  # some are fused
+        fused |= cells is not row
         for stage, op, microbatch in cells:
-            if stage < 0 or microbatch < 0 or paths[microbatch][stage] != rank:  # IndexError: too large
+            if where[microbatch][stage] != rank:
                 raise ValueError
-            before = seen[at := stage * microbatches + microbatch]
-            if before & _CLASH[op]:
-                raise ValueError
-            missing |= _BEFORE[op] & ~before
-            seen[at] = before | _BIT[op]
-    return seen, not missing
+            at = stage * microbatches + microbatch
+            seen[at] = _AFTER[op][seen[at]]  # ValueError: no byte
+    return seen.translate(_OPS), not fused and max(seen, default=0) < _EARLY
 
 
 def _flat(row: Row) -> Sequence[Action]:

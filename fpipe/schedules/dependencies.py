@@ -209,29 +209,35 @@ def walk(rows: Sequence[Row], stages: int, microbatches: int, *, ordered: bool =
 
 def _walk_ordered(rows: Sequence[tuple[Action, ...]], facts: Facts) -> Walk:
     """The walk where each action needs one fact, the last in ``RULE``, and only the first that it provides counts."""
-    present, table, microbatches = facts.at_first(), facts.table, facts.microbatches
-    needed = {op: offsets[-1] for op, (offsets, _) in table.items()}
-    given = {op: offsets[0] for op, (_, offsets) in table.items()}
-    reached, runs = [0] * len(rows), array("q")
+    present, microbatches = facts.at_first(), facts.microbatches
+    offsets = {op: (needed[-1], provided[0]) for op, (needed, provided) in facts.table.items()}
+    rest = [enumerate(row) for row in rows]
+    reached, runs = [0] * len(rows), list[int]()  # an array grows slower
+    gives = [-1] * len(rows)  # by rank: what the action provides for which it waits
     waiting: dict[int, int] = {}  # fact -> the rank that waits for it: that of the next stage
     ready = list(range(len(rows) - 1, -1, -1))
     while ready:
         rank = ready.pop()
-        row, start = rows[rank], reached[rank]
-        for position in range(start, len(row)):
-            stage, op, microbatch = row[position]
+        start, provided = reached[rank], gives[rank]
+        if provided >= 0:
+            present[provided] = 1
+            if provided in waiting:
+                ready.append(waiting.pop(provided))
+        for position, (stage, op, microbatch) in rest[rank]:
             at = stage * microbatches + microbatch
-            if not present[at + needed[op]]:
-                waiting[at + needed[op]] = rank
+            need, give = offsets[op]
+            if not present[at + need]:
+                waiting[at + need] = rank
+                gives[rank], stop = at + give, position
                 break
-            fact = at + given[op]
-            present[fact] = 1
-            if fact in waiting:
-                ready.append(waiting.pop(fact))
+            at += give
+            present[at] = 1
+            if at in waiting:
+                ready.append(waiting.pop(at))
         else:
-            position = len(row)
-        if position > start:
-            runs.extend((rank, start, position))
-            reached[rank] = position
+            stop = len(rows[rank])
+        if stop > start:
+            runs += (rank, start, stop)
+            reached[rank] = stop
     blocked = (Blocked(rank, reached[rank], facts.fact(fact)) for fact, rank in waiting.items())
-    return Walk(runs, tuple(sorted(blocked)))
+    return Walk(array("q", runs), tuple(sorted(blocked)))
