@@ -50,6 +50,7 @@ def _gloo() -> dict:
     return found
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("over", OVER)
 def test_gloo_conforms(ranks: int, over: str):

@@ -36,6 +36,7 @@ def written(layout: Layout, path: Path, which: Job | None = None) -> Path:
 
 
 # ---- layers ---------------------------------------------------------------------------------------------------------
+@pytest.mark.covering
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize(

@@ -152,6 +152,7 @@ def agree(mine: Any, whole: Any) -> None:
         assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBV", "DualPipe"])
 @pytest.mark.parametrize("name", PLAYS)
 def test_ranks_apart_give_what_they_give_together(name: str, schedule: str):

@@ -666,6 +666,7 @@ TREES = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("schedule", "ranks"), [("1F1B", 4), ("GPipe", 1), ("ZBV", 2), ("DualPipeV", 2)])
 @pytest.mark.parametrize("name", TREES)
 def test_pytrees_between_stages(name: str, schedule: str, ranks: int, params: list[Tensor], x: Tensor, t: Tensor):

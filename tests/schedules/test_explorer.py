@@ -25,6 +25,16 @@ pytestmark = pytest.mark.xdist_group("explorer")  # the page is built once
 COSTS = (Costs(), Costs(F=1.3, I=0.7, W=0.2, comm=0.15))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _counts(long: bool) -> Iterator[None]:
+    """A page with fewer counts: the whole one takes five seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not long:
+            patch.setattr(explorer, "MICROBATCHES", (1, 2, 3, 5, 8, 12))
+            patch.setattr(explorer, "PER_RANK", (1, 2))
+        yield
+
+
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("explorer") / "fpipe.html"
@@ -46,6 +56,7 @@ def page(browser: Any, file: Path) -> Iterator[Any]:
     assert complaints == []
 
 
+@pytest.mark.long
 def test_it_is_one_small_file(file: Path):
     assert file.stat().st_size < 600_000
 
@@ -54,7 +65,7 @@ def cases(long: bool) -> Iterator[tuple[str, int, int, int]]:
     for name in schedule_names():
         for at, ranks in enumerate(explorer.RANKS):
             for microbatches in explorer.MICROBATCHES if long else explorer.MICROBATCHES[at % 4 :: 5]:
-                for per_rank in explorer.PER_RANK if long else explorer.PER_RANK[:2]:
+                for per_rank in explorer.PER_RANK:
                     yield name, ranks, microbatches, per_rank
 
 

@@ -180,7 +180,7 @@ def _everything(steps: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def steps(long: bool) -> int:
-    return 200 if long else 50
+    return 200 if long else 30
 
 
 @pytest.fixture(scope="module")
