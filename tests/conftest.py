@@ -38,6 +38,12 @@ TOGETHER = {
 }  # fmt: skip
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than cores, where these are few: tests of faults and time-outs wait, and leave theirs to others."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores + 1 if cores < 8 else cores
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """All test files are imported, and stay: meanwhile nothing is garbage."""
