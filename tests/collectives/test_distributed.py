@@ -14,7 +14,6 @@ import fpipe
 import training_steps
 from carriers import OVER
 from fpipe.command.launch import _context
-from fpipe.programs.stored.folder import VARIABLE
 from fpipe.testing import run
 from sample import also
 from schedule_table import TABLE
@@ -23,12 +22,6 @@ NAMES = [family.name for family in TABLE]
 #: (microbatches, rows of each) step by step: the count and the shapes change, and come back
 PLANS = [(4, 2), (6, 3), (4, 2)]
 SEEDS = int(os.environ.get("FPIPE_SEEDS", "2"))
-
-
-@pytest.fixture(scope="module")
-def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A folder of traces: what is compared are messages, and processes that run the same stages need one trace."""
-    return {VARIABLE: str(tmp_path_factory.mktemp("traces"))}
 
 
 @cache

@@ -67,7 +67,7 @@ def packed() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("family", "side"), [("llama", packed), ("gemma3", padded), ("gpt2", packed), ("mixtral", padded)]
+    ("family", "side"), [("llama", packed), ("gemma3", padded), *also(("gpt2", packed), ("mixtral", padded))]
 )
 def test_masks_and_positions_are_side_inputs(family: str, side: Any):
     model = decoder(family, layers=2)

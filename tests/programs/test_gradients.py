@@ -285,6 +285,7 @@ def test_an_eager_stage_that_reaches_another_input_than_on_fakes_is_refused():
         fpipe.grad(pipe)([torch.ones(3)] * 2, X)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("schedule", ["GPipe", "ZBH1"])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])

@@ -99,9 +99,9 @@ def gloo(names: list[str]) -> dict[tuple[str, int], Any]:
     return {(name, zero): step(pipe_of(name, group.dp, group, zero=zero), group.dp) for name, zero in tried}
 
 
-def test_four_processes(long: bool):
+def test_four_processes(long: bool, traces: dict[str, str]):
     names = NAMES if long else ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV", "DualPipe"]
-    results = fpipe.launch(gloo, names, ranks=4, timeout=110)
+    results = fpipe.launch(gloo, names, ranks=4, timeout=110, env=traces)
     for name in names:
         value, grads = step(pipe_of(name))
         for rank in range(4):

@@ -86,8 +86,8 @@ def on_a_process() -> Any:
     return compute(fpipe.init(timeout=60), "ZBV")
 
 
-def test_on_two_ranks():
-    found = fpipe.launch(on_a_process, ranks=2, timeout=100)
+def test_on_two_ranks(traces: dict[str, str]):
+    found = fpipe.launch(on_a_process, ranks=2, timeout=100, env=traces)
     assert torch.equal(found[0][2], found[1][2])
     grads = [part if part is not None else found[1][1][s] for s, part in enumerate(found[0][1])]
     close((found[1][0], grads, found[0][2]), expected())
@@ -97,7 +97,7 @@ def test_other_scales_and_parts():
     """Without a scale the gradients are plain ones; a function decides otherwise; microbatches may differ in rows."""
     pipe = language(block, head, fpipe.local(2), "Interleaved1F1B", reduction="sum")
     x, t, gain = data()
-    params, cut = parameters(), [1, 3, 2, 2]
+    params, cut = parameters(), [1, 3, 1, 3]
     parts = [fpipe.Microbatches(part.split(cut)) for part in (x, t)]
     sides = {"gain": fpipe.Microbatches(gain.split(cut))}
     value, _, norms = fpipe.per_example(pipe, lambda n: (n > LIMIT).float())(params, *parts, **sides)

@@ -382,8 +382,8 @@ def test_copies_of_a_pipeline() -> None:
                    for a, b in zip(grads, expected[1], strict=True) for n in "qkvo")  # fmt: skip
 
 
-def test_on_processes() -> None:
-    _equal_to_one_process(fpipe.launch(on_a_rank, ranks=2, timeout=100))
+def test_on_processes(traces: dict[str, str]) -> None:
+    _equal_to_one_process(fpipe.launch(on_a_rank, ranks=2, timeout=100, env=traces))
 
 
 def _equal_to_one_process(found: Any) -> None:

@@ -197,6 +197,7 @@ def test_ours_load_there(case, tmp_path) -> None:
     assert there.stage_index_to_group_rank == dict(enumerate(schedule.placement.paths[0]))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
 @pytest.mark.parametrize("case", known_there(2, 4), ids=str)
 def test_theirs_load_here(case, form: str, tmp_path) -> None:

@@ -17,7 +17,6 @@ import pytest
 import forked
 import fpipe
 from fpipe.generators import unregister_schedule
-from fpipe.programs.stored.folder import VARIABLE
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))  # as Python does for a script: some have a second file beside them
@@ -130,9 +129,9 @@ def _on_four() -> dict[str, list[float]]:
 
 
 @pytest.mark.timeout(240)
-def test_on_four_processes(tmp_path: Path):
+def test_on_four_processes():
     """A pipeline of four, and two copies of a pipeline of two with experts spread over them, or parameters."""
-    found = fpipe.launch(_on_four, ranks=4, timeout=200, env={VARIABLE: str(tmp_path)})  # copies trace the same
+    found = fpipe.launch(_on_four, ranks=4, timeout=200)
     assert found[0]["quickstart"] == load("quickstart").main(steps=2)
     alone = load("zero").main(["--steps", "2"])
     for here in found:
