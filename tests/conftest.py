@@ -28,13 +28,15 @@ preload = forkserver.set_forkserver_preload
 forkserver.set_forkserver_preload = lambda names: preload([*names, "started"])
 
 
-#: Files whose tests run in one process: they share traces of the same functions, results of an oracle, syntax trees,
+#: Files and tests that run in one process: they share traces of the same functions, results of an oracle, syntax trees,
 #: or imports of transformers, which take seconds.
 TOGETHER = {
     "test_bitwise": "bitwise", "test_slices": "slices", "test_memory": "memory", "test_layout": "layout",
     "test_families": "families", "test_resizing": "resizing",
     **dict.fromkeys(("test_huggingface", "test_huggingface_all_schedules", "test_huggingface_files",
-                     "test_third_party_models"), "transformers"),
+                     "test_third_party_models", "test_rl_parts", "test_verl", "test_huggingface_loss_falls",
+                     "test_a_killed_run_resumes_with_the_same_losses", "test_blocks[docs/howto/huggingface.md]"),
+                    "transformers"),
 }  # fmt: skip
 
 
@@ -74,8 +76,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _prepare(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.stem in TOGETHER and item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(TOGETHER[item.path.stem]))
+        group = TOGETHER.get(item.name) or TOGETHER.get(item.path.stem)
+        if group and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(group))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return

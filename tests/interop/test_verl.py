@@ -18,7 +18,6 @@ import fpipe
 import verl_stand_in
 from verl_stand_in import Data
 
-pytestmark = pytest.mark.xdist_group("verl")  # the processes are started once
 LENGTHS = (5, 3, 7, 4, 6, 2)
 
 
