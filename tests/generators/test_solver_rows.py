@@ -68,6 +68,16 @@ def test_times_after_a_change_are_those_of_all_actions_computed_anew():
     assert 0 < blocked < 300
 
 
+def test_a_w_comes_earlier_where_memory_would_not_suffice():
+    problem = Problem.of(Costs(), (0,), 1, 3, (2.0,))
+    graph, tight = _Graph.of(problem), _Graph.of(Problem.of(Costs(), (0,), 1, 3, (1.0,)))
+    fits = lambda text: graph.numbered([[("FIW".index(one[0]), 0, int(one[1])) for one in text.split()]])[0]
+    late = fits("F0 F1 I0 I1 F2 W0 I2 W1 W2")
+    assert graph.fitting(late, 0) == fits("F0 F1 I0 I1 W0 F2 I2 W1 W2")
+    assert graph.fitting(early := fits("F0 I0 F1 W0 I1 F2 W1 I2 W2"), 0) == early
+    assert tight.fitting(late, 0) is None
+
+
 def test_the_same_seed_finds_the_same():
     assert [f.rows for f in annealed(1, 500)] == [f.rows for f in annealed(1, 500)]
 

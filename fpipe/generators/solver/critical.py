@@ -4,7 +4,8 @@
 ``fill`` places W by a rule, and the best rows of small problems may not follow it. Here the span is the longest window
 of a rank, from its first start to its last end. Going back from that end, each action starts when the one before it in
 its row ends, or when the message that it needs arrives. Only a change among the first kind of pairs can shorten the
-span: an action changes places with its neighbour, or goes to one end of a block of such actions.
+span: an action changes places with its neighbour, or goes to one end of a block of such actions. Where the row then
+exceeds the memory of its rank, Ws come earlier: with memory full, most single changes would do that.
 
 Van Laarhoven, Aarts and Lenstra, "Job Shop Scheduling by Simulated Annealing", 1992.
 """
@@ -66,14 +67,29 @@ class _Graph(NamedTuple):
         stages, count = self.problem.stages, self.problem.microbatches
         return [[(a // count // stages, a // count % stages, a % count) for a in row] for row in rows]
 
-    def fits(self, row: Sequence[int], rank: int) -> bool:
-        """Whether a row keeps to the memory of its rank."""
-        held, limit, adds = 0.0, self.problem.limit[rank] * ALMOST, self.adds
-        for action in row:
+    def fitting(self, row: list[int], rank: int) -> list[int] | None:
+        """A row that keeps to the memory of its rank: before an action that does not fit runs what frees memory.
+
+        These are the Ws that come next in the row and whose Is have run. None where they do not suffice.
+        """
+        held, limit, adds, needs = 0.0, self.problem.limit[rank] * ALMOST, self.adds, self.needs
+        fitting, begun = list[int](), set[int]()
+        for at, action in enumerate(row):
+            if action in begun:
+                continue
+            while held + adds[action] > limit:
+                for freeing in row[at + 1 :]:
+                    if adds[freeing] < 0 and freeing not in begun and needs[freeing] in begun:
+                        break
+                else:
+                    return None
+                fitting.append(freeing)
+                begun.add(freeing)
+                held += adds[freeing]
+            fitting.append(action)
+            begun.add(action)
             held += adds[action]
-            if held > limit:
-                return False
-        return True
+        return fitting
 
     def ends(
         self, rows: Sequence[Sequence[int]], before: _Times | None = None, since: float = 0.0
@@ -134,14 +150,16 @@ def anneal_rows(
         return
     times = graph.times(now, end)
     value, best = _value(times.windows), max(times.windows)
-    warmth = 0.01 * best
+    warmth = max(0.01 * best, sum(graph.length) / len(graph.length))
     blocks = _blocks(graph, now, times)
     while blocks and (passed := share()) < 1:
         rank, first, last = random.choice(blocks)
         old = now[rank]
-        now[rank] = row = _moved(old, first, last, random)
-        since = times.end[old[first]] - graph.length[old[first]]
-        end = graph.ends(now, times, since) if graph.fits(row, rank) else None
+        row = graph.fitting(_moved(old, first, last, random), rank)
+        if row is None or row == old:
+            continue
+        now[rank] = row
+        end = graph.ends(now, times, times.end[old[first]] - graph.length[old[first]])
         if end is not None:
             windows = graph.windows(now, end)
             change = _value(windows) - value
