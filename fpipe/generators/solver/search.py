@@ -182,8 +182,8 @@ class Search:
                     return
 
     def _beams(self, tasks: Sequence[Task]) -> None:
-        """Beam search of small problems, with more states while that fits in its share of the time."""
-        late, each = lambda: self.share() >= _BEAMS, 0.0
+        """Beam search of small problems, with more states while that helps and fits in its share of the time."""
+        late, each, known = lambda: self.share() >= _BEAMS, 0.0, self.span
         for width, alike in _BEAM:
             before = self.share()
             if before + 1.2 * each * width > _BEAMS:
@@ -193,6 +193,8 @@ class Search:
                     task.offer(found, task.setting)
                     self._take(task)
             each = (self.share() - before) / width
+            if self.span >= known:
+                return
 
     def _draw(self, tasks: Sequence[Task], until: float) -> Sequence[Task]:
         """Draw until this share of the time has passed; the tasks by what was drawn, the best one first."""
