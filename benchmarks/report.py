@@ -319,7 +319,15 @@ _SOLVER = (
     "Bubbles that `fpipe.solve` reaches in ten seconds at most, two for published cases, thirty for a limit of the "
     "frontier, beside published figures and targets of this project. No schedule has less than the proven bound, so a "
     "target below it cannot be met. The last line is measured: a step of two processes with sequences of log-normal "
-    "lengths, as a share of 1F1B in input order."
+    "lengths, as a share of 1F1B in input order.\n\n"
+    "Uneven costs within the memory of V-Min: a rank works 27.39 for a microbatch. A bubble of 0.16 leaves 28.4 "
+    "between microbatches if the waits at both ends are the least that is proved. Where each microbatch repeats the "
+    "one before after a period, no V fits in 8 chunks with one of the periods from 27.4 to 31.0 that were tried; "
+    "with 31.6 one does, and its bubble is 0.24. `python -m benchmarks.trial_periods` repeats this proof. "
+    "At unit cost a period "
+    "without waits fits in the same memory; here the forwards of a rank's two stages clash after every second rank. "
+    "Schedules of the solver are not periodic and take about 29.5 a microbatch. CP-SAT found no period of two "
+    "microbatches of 29.3, 30 or 31 each in 150 seconds, and proved none impossible."
 )
 _SCALE = (
     "256 ranks, 2,048 microbatches. Lowering: the plan of the rank that takes longest. Check and simulation: the whole "
