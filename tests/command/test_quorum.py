@@ -209,17 +209,17 @@ def test_means_are_added_in_the_order_of_the_copies():
 
 def test_a_copy_that_does_not_answer_is_left_out_and_learns_it():
     store = memory()
-    one, two = quorum_of(store, 0, timeout=1.0), quorum_of(store, 1, timeout=1.0)
+    one, two = quorum_of(store, 0, timeout=3.0), quorum_of(store, 1, timeout=3.0)
     together(lambda: one.join(fpipe.local(1), {}, 0), lambda: two.join(fpipe.local(1), {}, 0))
     begin = time.monotonic()
     assert one.mean([torch.ones(1)], 0) is None, "the other one does not take part"
     assert one.join(fpipe.local(1), {}, 0) == ({}, 0) and one.members == ((0, 1),)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 15
     assert same(one.mean([torch.ones(1)], 0), [torch.ones(1)])
     assert two.mean([torch.ones(1)], 0) is None
     with pytest.raises(
         GroupError,
-        match="copy 1 took longer than timeout=1 s, or one of its processes was lost, and the others went on",
+        match="copy 1 took longer than timeout=3 s, or one of its processes was lost, and the others went on",
     ):
         two.join(fpipe.local(1), {}, 0)
 
@@ -239,7 +239,7 @@ def test_a_copy_that_comes_after_the_end():
 
 def test_copies_with_other_states_are_refused():
     store = memory()
-    one, two = quorum_of(store, 0, timeout=2.0), quorum_of(store, 1, timeout=2.0)
+    one, two = quorum_of(store, 0, timeout=5.0), quorum_of(store, 1, timeout=5.0)
     first, second = together(
         lambda: one.join(fpipe.local(1), [torch.ones(1)], 4), lambda: two.join(fpipe.local(1), [torch.ones(1)] * 2, 0)
     )
