@@ -40,10 +40,11 @@ TOGETHER = {
 }  # fmt: skip
 
 
-def pytest_xdist_auto_num_workers() -> int:
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
     """One more than cores, where these are few: tests of faults and time-outs wait, and leave theirs to others."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores + 1 if cores < 8 else cores
+    cores = yield
+    return cores + 1 if cores < 8 and not os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS") else cores
 
 
 @pytest.hookimpl(wrapper=True)

@@ -21,7 +21,6 @@ _LATER = 0.01  #: seconds of waiting after which a rank sleeps
 class Words:
     """An exchange of words. A rank ends a call only when every rank has begun it, so it reads no word of a later one.
 
-
     >>> a, b = socket.socketpair()
     >>> first, second = Words({1: a}, 0.0), Words({0: b}, 0.0)
     >>> first.start(0, 7); second.equal(0, 7), second.equal(0, 8), first.missing(0)

@@ -60,7 +60,7 @@ def beam(problem: Problem, width: int, alike: int = 3, passed: Callable[[], bool
     waiting = ((0.0,) * p.microbatches, *((),) * (2 * p.stages - 1))
     none = (0.0,) * p.ranks
     states = [_State((0,) * 3 * p.stages, none, (-1.0,) * p.ranks, none, p.work, waiting, None)]
-    for _ in range(3 * p.stages * p.microbatches):
+    for _ in range(p.actions):
         if passed():
             return None
         reached: dict[tuple[int, ...], list[tuple[list[float], _State]]] = {}
@@ -94,7 +94,6 @@ class _Beam:
         p = self.problem = problem
         self.stages, self.microbatches = p.stages, p.microbatches
         self.length = (p.F, p.I, p.W)
-        self.adds = (p.saved, [kept - saved for saved, kept in zip(p.saved, p.kept, strict=True)], [-k for k in p.kept])
         self.limit = [limit * ALMOST for limit in p.limit]
         way = [0.0] * (2 * p.stages)  # from the start of a pass until the microbatch has come back
         for s in range(p.stages):
@@ -125,13 +124,13 @@ class _Beam:
         """The next actions of a stage, as far as they have arrived and fit in memory."""
         p, done, arrivals, stages, clock = self.problem, state.done, state.arrivals, self.stages, state.clock[rank]
         if arrivals[s]:
-            held, k = state.held[rank] + self.adds[0][s] * p.size[done[s]], done[s]
+            held, k = state.held[rank] + p.adds[0][s] * p.size[done[s]], done[s]
             if held <= self.limit[rank] and self._leaves_room(state, rank, s, held):
                 start = max(clock, arrivals[s][0])
                 found.append(_Action(start + p.F[s] * p.load[k], start, 0, s))
         if arrivals[stages + s]:
             k = done[stages + s]
-            if state.held[rank] + self.adds[1][s] * p.size[k] <= self.limit[rank]:
+            if state.held[rank] + p.adds[1][s] * p.size[k] <= self.limit[rank]:
                 start = max(clock, arrivals[stages + s][0])
                 found.append(_Action(start + p.I[s] * p.load[k], start, 1, s))
         if (k := done[2 * stages + s]) < done[stages + s]:
@@ -156,7 +155,7 @@ class _Beam:
                 link = p.link[s - 1] if op else p.link[s] if s + 1 < stages else 0.0
                 arrivals = _set(arrivals, then, (*arrivals[then], end + link))
         first = state.first if state.first[rank] >= 0 else _set(state.first, rank, start)
-        held = _set(state.held, rank, state.held[rank] + self.adds[op][s] * p.size[k])
+        held = _set(state.held, rank, state.held[rank] + p.adds[op][s] * p.size[k])
         left = _set(state.left, rank, state.left[rank] - self.length[op][s] * p.load[k])
         clock = _set(state.clock, rank, end)
         return _State(_set(state.done, at, k + 1), clock, first, held, left, arrivals, (state, action))

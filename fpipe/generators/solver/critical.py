@@ -47,14 +47,13 @@ class _Graph(NamedTuple):
         graph = cls(p, [], [], [], [])
         for op in range(3):
             for s in range(stages):
-                bytes_of = (p.saved[s], p.kept[s] - p.saved[s], -p.kept[s])[op]
                 for k in range(count):
                     needs = [(number(*before), travel) for before, travel in p.needed(op, s, k)]
                     before, travel = needs[0] if needs else (-1, 0.0)
                     graph.length.append(p.time(op, s, k))
                     graph.needs.append(before)
                     graph.travel.append(travel)
-                    graph.adds.append(bytes_of * p.size[k])
+                    graph.adds.append(p.adds[op][s] * p.size[k])
         return graph
 
     def numbered(self, rows: Rows) -> list[list[int]]:

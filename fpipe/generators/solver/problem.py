@@ -111,6 +111,17 @@ class Problem:
         times = [f + i + w for f, i, w in zip(self.F, self.I, self.W, strict=True)]
         return tuple(sum(self.load) * sum(times[s] for s in stages) for stages in self.of_rank)
 
+    @cached_property
+    def adds(self) -> tuple[tuple[float, ...], ...]:
+        """What an action adds to the memory of its rank, by op and stage, for a microbatch of size 1."""
+        after_i = tuple(kept - saved for saved, kept in zip(self.saved, self.kept, strict=True))
+        return self.saved, after_i, tuple(-kept for kept in self.kept)
+
+    @property
+    def actions(self) -> int:
+        """How many actions there are."""
+        return 3 * self.stages * self.microbatches
+
     def time(self, op: int, stage: int, microbatch: int) -> float:
         """How long an action takes."""
         return (self.F, self.I, self.W)[op][stage] * self.load[microbatch]

@@ -154,13 +154,13 @@ class Search:
 
     def _takes(self, problem: Problem, most: int) -> bool:
         """Whether the exact solver takes a problem: one of at most so many actions, and of split backwards."""
-        times, actions = self.costs.times(problem.stages), 3 * problem.stages * problem.microbatches
+        times = self.costs.times(problem.stages)
         split = all(b >= i + w for i, w, b in zip(times["I"], times["W"], times["B"], strict=True))
-        return actions <= most and split and self.costs.overlap is None and exact.available()
+        return problem.actions <= most and split and self.costs.overlap is None and exact.available()
 
     def _improve(self, tasks: Sequence[Task]) -> None:
         """Rounds of draws and of local search from the best that was drawn; the last one from the best of all."""
-        self._beams([task for task in tasks if task.actions <= exact.MOST])
+        self._beams([task for task in tasks if task.problem.actions <= exact.MOST])
         for task in tasks:
             blocks = starts.Blocks(task.problem, self.random)
             known = task.scan(blocks, lambda task=task: self.share() > _SCAN or task.span <= task.bound * ALMOST)

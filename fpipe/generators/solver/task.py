@@ -69,14 +69,9 @@ class Task:
         return inf if self.filled is None else self.filled.span + self.work
 
     @property
-    def actions(self) -> int:
-        """How many actions its rows have."""
-        return 3 * self.problem.stages * self.problem.microbatches
-
-    @property
     def has_few_actions(self) -> bool:
         """Whether complete rows can be annealed: a change of those of few microbatches does not repeat."""
-        return not self.more and self.actions <= _ACTIONS
+        return not self.more and self.problem.actions <= _ACTIONS
 
     def offer(self, filled: Filled | None, setting: Setting) -> None:
         """Keep a solution that is better."""
