@@ -128,6 +128,9 @@ class Stage:
         _check_function("a stage", "(params, x)", self.fn)
         if self.engine not in (None, *get_args(Engine)):
             raise StageError(f"engine={self.engine!r}; give one of {', '.join(map(repr, get_args(Engine)))}")
+        if self.compile is not None and self.compile not in torch.compiler.list_backends(exclude_tags=()):
+            known = ", ".join(torch.compiler.list_backends())
+            raise StageError(f"compile={self.compile!r} is no compiler that torch knows; choose from {known}")
         object.__setattr__(self, "frozen", patterns("frozen", self.frozen))
         if not _names_axes(self.dynamic):
             raise StageError(

@@ -721,8 +721,10 @@ def test_compile_by_inductor():
 
 
 def test_an_unknown_compiler_is_reported():
-    with pytest.raises(fpipe.StageError, match="compile='inductr'"):
-        trace(fpipe.Stage(tanh_layer, compile="inductr"), LAYER, X)
+    with pytest.raises(fpipe.StageError, match="compile='inductr' is no compiler"):
+        fpipe.Stage(tanh_layer, compile="inductr")
+    with pytest.raises(fpipe.StageError, match="compile='inductr' is no compiler"):
+        fpipe.pipeline([tanh_layer], compile="inductr", group=fpipe.local(1))
 
 
 # ---- shortening -----------------------------------------------------------------------------------------------------
