@@ -6,6 +6,9 @@ This module must not know what an optimizer does, only that its state is a dict 
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,7 +43,7 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **options: Any) -> Transf
         A ``Transform``.
 
     Raises:
-        TransformError: if the class is no optimizer, or one that needs a closure.
+        TransformError: if the class is no optimizer, or one that needs a closure, or has no such options.
 
     >>> tx = from_torch(torch.optim.SGD, lr=0.5)
     >>> params = [torch.ones(1), None]
@@ -54,14 +57,29 @@ def from_torch(optimizer: type[torch.optim.Optimizer], **options: Any) -> Transf
     if issubclass(optimizer, torch.optim.LBFGS):
         raise TransformError("LBFGS calls the loss again within a step; from_torch takes optimizers without a closure")
 
+    try:
+        given = inspect.signature(optimizer).bind([], **options)
+    except TypeError as error:
+        raise TransformError(
+            f"from_torch({optimizer.__name__}, {', '.join(f'{k}={v!r}' for k, v in options.items())}): {error}"
+        ) from None
+    given.apply_defaults()
+
     def init(params: Params) -> State:
         return TorchState(tree_map(lambda leaf: {} if is_floating(leaf) else None, params))
 
-    return leafwise(init, partial(_step, optimizer, options))
+    def make(params: Sequence[Tensor]) -> torch.optim.Optimizer:
+        try:
+            return optimizer(params, **options)
+        except (TypeError, ValueError) as error:
+            raise TransformError(f"from_torch: torch refuses the options of {optimizer.__name__}: {error}") from error
+
+    tx, rate = leafwise(init, partial(_step, make)), given.arguments.get("lr")
+    return replace(tx, rate=lambda state: float(rate)) if isinstance(rate, (float, int, Tensor)) else tx
 
 
 def _step(
-    optimizer: type[torch.optim.Optimizer], options: dict[str, Any], at: Places, state: State, params: Params
+    make: Callable[[Sequence[Tensor]], torch.optim.Optimizer], at: Places, state: State, params: Params
 ) -> tuple[Column, State]:
     if not at.leaves:
         return [], state
@@ -70,7 +88,7 @@ def _step(
         after = map_kinds(F.copies, before)
     for leaf, gradient in zip(after, at.leaves, strict=True):
         leaf.grad = gradient.detach().to(leaf.dtype)
-    instance = optimizer(after, **options)
+    instance = make(after)
     for leaf, memory in zip(after, at.of(state.memory, "the state"), strict=True):
         if memory:
             instance.state[leaf] = {key: v.clone() if isinstance(v, Tensor) else v for key, v in memory.items()}

@@ -143,6 +143,11 @@ def test_misfit_trees_are_reported():
         T.apply_updates([torch.ones(1)], [torch.ones(1), None])
 
 
+def stepped(tx: T.Transform) -> Any:
+    params = [torch.ones(1)]
+    return tx.update(params, tx.init(params), params)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -173,6 +178,8 @@ def test_misfit_trees_are_reported():
         (lambda: T.sum_tied([("0.x", "1.w")]).init([{"w": torch.ones(1)}] * 2), "'0.x': 0"),
         (lambda: T.from_torch(torch.optim.LBFGS), "without a closure"),
         (lambda: T.from_torch("adamw"), "not a class"),  # type: ignore[arg-type]
+        (lambda: T.from_torch(torch.optim.SGD, lrr=1), r"SGD, lrr=1\): .* argument 'lrr'"),
+        (lambda: stepped(T.from_torch(torch.optim.AdamW, lr=-1.0)), "refuses the options of AdamW: Invalid learning"),
         (lambda: T.partition({"a": T.identity()}, {"*": "b"}).init([torch.ones(1)]), r"\['b'\] have no transform"),
         (lambda: T.partition({"a": T.identity()}, {"9": "a"}).init([torch.ones(1)]), "no pattern of"),
         (lambda: T.masked(T.identity(), [True]).init([torch.ones(1)] * 2), "labels do not fit"),
