@@ -243,12 +243,23 @@ def _build_named(parts: Parts) -> Any:
     return tuple.__new__(cls, values)
 
 
+def node_class(cls: type) -> Any:
+    """How a class is flattened that is registered as a pytree node; None for another one."""
+    return _registered().get(cls)
+
+
+def named_node_class(module: str, name: str) -> Any:
+    """The same by the name of the class: of the last one that was defined, as in a notebook."""
+    found = [entry for cls, entry in _registered().items() if (cls.__module__, cls.__qualname__) == (module, name)]
+    return found[-1] if found else None
+
+
 def _registered() -> dict[type, Any]:
     return optree.register_pytree_node.get(namespace=NAMESPACE)  # type: ignore[attr-defined]
 
 
 def _node_parts(value: Any) -> Parts | None:
-    entry = _registered().get(type(value))
+    entry = node_class(type(value))
     if entry is None:
         return None
     children, metadata, *_ = entry.flatten_func(value)
@@ -257,10 +268,10 @@ def _node_parts(value: Any) -> Parts | None:
 
 def _build_node(parts: Parts) -> Any:
     module, name, metadata, *children = parts
-    for cls, entry in _registered().items():
-        if (cls.__module__, cls.__qualname__) == (module, name):
-            return entry.unflatten_func(metadata, tuple(children))
-    raise ValueError(f"{module}.{name} is not registered as a pytree node in this process")
+    entry = named_node_class(module, name)
+    if entry is None:
+        raise ValueError(f"{module}.{name} is not registered as a pytree node in this process")
+    return entry.unflatten_func(metadata, tuple(children))
 
 
 def _structure(parts: Parts) -> Structure:

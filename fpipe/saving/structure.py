@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pytrees as JSON: containers by tags, leaves as names of tensors; and back, without running code that a file names.
 
-A node is a list with a tag. Classes of named tuples are found among the modules that are loaded. This module must not
-know stages; ``describe`` and ``build`` pass nodes of other kinds to their caller.
+A node is a list with a tag. Classes of named tuples are found among the modules that are loaded, other classes among
+those that are registered as pytree nodes. This module must not know stages; ``describe`` and ``build`` pass nodes of
+other kinds to their caller.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any, TypeAlias
 import optree
 import torch
 
-from ..collectives.data import named_class
+from .. import tree
+from ..collectives.data import named_class, named_node_class, node_class
 from ..errors import CheckpointError
 
 #: JSON: a tag, and what follows from it.
@@ -61,6 +63,11 @@ def describe(value: Any, path: str, special: Special, *, fields: bool = True) ->
     if optree.is_namedtuple_class(cls) and named_class(cls.__module__, cls.__qualname__) is cls:
         rows = [[n, each(v, n if fields else i)] for i, (n, v) in enumerate(zip(cls._fields, value, strict=True))]
         return ["named", cls.__module__, cls.__qualname__, rows]
+    if node_class(cls) is not None:
+        children, metadata, entries, _ = optree.tree_flatten_one_level(value, namespace=tree.NAMESPACE)
+        rows = [[_key(n, path), each(v, n)] for n, v in zip(entries, children, strict=True)]
+        constants = describe(metadata, f"{path}, a constant of {cls.__qualname__},", lambda *_: NotImplemented)
+        return ["node", cls.__module__, cls.__qualname__, constants, rows]
     return _scalar(value, path)
 
 
@@ -81,7 +88,7 @@ def _scalar(value: Any, path: str) -> Node:
         return ["dtype", str(value).removeprefix("torch.")]
     raise CheckpointError(
         f"{path} is of type {type(value).__module__}.{type(value).__qualname__}, which no checkpoint holds; pass "
-        "tensors, numbers, text, and lists, tuples, dicts and named tuples of them"
+        "tensors, numbers, text, and lists, tuples, dicts, named tuples and registered pytree nodes of them"
     )
 
 
@@ -105,6 +112,10 @@ def build(node: Node, path: str, special: Special, level: int = 0) -> Any:
     if tag == "named":
         module, name, rows = rest
         return _named(module, name, {field: each(item, field) for field, item in rows}, path)
+    if tag == "node":
+        module, name, constants, rows = rest
+        metadata = build(constants, path, lambda *_: NotImplemented, level + 1)
+        return _node(module, name, metadata, [each(item, entry) for entry, item in rows], path)
     return _value(tag, rest)
 
 
@@ -119,6 +130,16 @@ def _named(module: str, name: str, values: dict[str, Any], path: str) -> Any:
     if tuple(values) != fields:
         raise CheckpointError(f"{path}: {name} has the fields {list(fields)}, and the checkpoint has {list(values)}")
     return tuple.__new__(cls, values.values())
+
+
+def _node(module: str, name: str, metadata: Any, children: list[Any], path: str) -> Any:
+    found = named_node_class(module, name)
+    if found is None:
+        raise CheckpointError(
+            f"{path} is a {module}.{name}, which is not registered as a pytree node in this process; import its module "
+            "before the checkpoint is loaded"
+        )
+    return found.unflatten_func(metadata, tuple(children))
 
 
 def _value(tag: str, rest: Sequence[Any]) -> Any:

@@ -315,6 +315,8 @@ def test_links_and_devices_are_refused(saved: Path, kind: str):
         lambda c: c["leaves"]["params/last.w"][3].append(c["leaves"]["params/last.w"][3][0]),
         lambda c: c["files"].clear(),
         lambda c: c["trees"].__setitem__("params", ["named", "os", "path", []]),
+        lambda c: c["trees"].__setitem__("params", ["node", "os", "path", ["none"], []]),
+        lambda c: c["trees"].__setitem__("params", ["node", "optree.functools", "partial", ["value", "print"], []]),
         lambda c: c["trees"].__setitem__("params", ["run", "rm"]),
         lambda c: c["trees"].__setitem__("params", 5),
         lambda c: c["stages"].__setitem__("last", ["leaf", "state.count"]),
