@@ -8,8 +8,6 @@ This module must not know how checkpoints are written.
 from __future__ import annotations
 
 import os
-import re
-import shutil
 import signal
 import threading
 import time
@@ -26,16 +24,15 @@ from ..collectives.quorum import Quorum
 from ..errors import BatchError, CheckpointError, StageError, TransformError, UnsupportedError
 from ..running.gradients import check_pipeline, value_and_grad
 from ..running.pipeline import Pipeline
-from ..saving._pipe import tensor_parallel
+from ..saving._pipe import axes
 from ..saving.load import load
-from ..saving.manifest import NAME, is_complete
 from ..saving.save import Saving, save
 from ..transforms import Transform, apply_updates
 from ..transforms.finite import LossScaleState
 from ..tree import flatten, unflatten
 from .records import Before, Record, log_to, part_of
+from .run_folder import RunFolder
 
-_FOLDER = re.compile(r"step-(\d{9,})")
 #: The arguments of a step, ``(x, *targets)``, or these and side inputs by name.
 Batch: TypeAlias = Sequence[Any] | tuple[Sequence[Any], dict[str, Any]]
 
@@ -114,10 +111,8 @@ class Loop:
             raise CheckpointError(f"path={self.path!r}; give the folder of the run, or leave it out")
         if self.pipe.config.loss is None:
             raise StageError("the pipeline has no loss; give one with a loss")
-        if tensor_parallel(self.pipe)[1] > 1:
-            raise UnsupportedError("Loop does not work with tp=; write a loop with fpipe.save and fpipe.load")
-        if self.quorum is not None and self.pipe.copies is not None:
-            raise UnsupportedError("Loop takes dp= of the pipeline or quorum=, not both; leave one of them out")
+        if self.quorum is not None and len(axes(self.pipe)) > 1:
+            raise UnsupportedError("Loop takes dp= and tp= of the pipeline or quorum=, not both; leave one of them out")
         numbers = self.every, self.keep, self.keep_every
         if any(type(number) is not int for number in numbers) or min(self.every, self.keep) < 1 or self.keep_every < 0:
             raise CheckpointError(
@@ -126,6 +121,10 @@ class Loop:
             )
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
+    @property
+    def _folder(self) -> RunFolder:
+        return RunFolder(self.path, self.pipe)
+
     def checkpoints(self) -> tuple[int, ...]:
         """The steps that have a complete checkpoint.
 
@@ -138,14 +137,7 @@ class Loop:
         >>> loop.checkpoints()
         ()
         """
-        return tuple(step for step in self._folders() if is_complete(self.folder(step)))
-
-    def _folders(self) -> list[int]:
-        """The steps that have a folder, in order."""
-        if self.path is None or not Path(self.path).is_dir():
-            return []
-        found = (_FOLDER.fullmatch(folder.name) for folder in Path(self.path).iterdir())
-        return sorted(int(match[1]) for match in found if match)
+        return self._folder.complete()
 
     def folder(self, step: int) -> Path:
         """Where the checkpoint of a step is.
@@ -162,25 +154,16 @@ class Loop:
         >>> loop.folder(4).name
         'step-000000004'
         """
-        return Path(self.path or ".") / f"step-{step:09}"
+        return self._folder.of(step)
 
     @property
     def _first(self) -> bool:
-        copies = self.pipe.copies
-        return 0 in self.pipe.group.here and (copies is None or copies.part == 0) and self._leads
+        return self._leads and all(0 in axis.here for axis in axes(self.pipe))
 
     @property
     def _leads(self) -> bool:
         """Whether this copy writes checkpoints and the log: the first of those that take part."""
         return self.quorum is None or self.quorum.members[0].copy == self.quorum.copy
-
-    def _latest(self) -> int | None:
-        """The last complete checkpoint, as the first process sees it."""
-        steps = self.checkpoints()
-        rows = self.pipe.gather(steps[-1] if steps else -1)
-        if self.pipe.copies is not None:
-            rows = self.pipe.copies.group.gather_objects(rows[0])
-        return None if rows[0] < 0 else rows[0]
 
     def _save(self, now: Trained, batch: object) -> Saving | None:
         if self.path is None or not self._leads:
@@ -200,15 +183,8 @@ class Loop:
         if saving is None:
             return
         saving.wait()
-        if not self._first:
-            return
-        complete = self.checkpoints()
-        for step in complete[: -self.keep]:
-            if not self.keep_every or step % self.keep_every:
-                (self.folder(step) / NAME).unlink()  # from here on it is incomplete
-        for step in set(self._folders()) - set(self.checkpoints()):
-            if complete and step < complete[-1]:  # a later one may be under way
-                shutil.rmtree(self.folder(step))
+        if self._first:
+            self._folder.remove_old(self.keep, self.keep_every)
 
     # ---- training ---------------------------------------------------------------------------------------------------
     def run(self, params: Sequence[Any], batch: Callable[[int], Batch], steps: int) -> Trained:
@@ -300,7 +276,7 @@ class Loop:
 
     def _start(self, params: Sequence[Any], batch: object) -> Trained:
         """The last complete checkpoint, or the beginning."""
-        step = self._latest()
+        step = self._folder.latest()
         if step is None:
             return self._initial(params)
         names = "params", "state", "step", "seed", "data"
@@ -353,9 +329,8 @@ class Loop:
     def _stops(self, signalled: bool) -> bool:
         """Whether a process got a signal: all of them stop after the same step."""
         flag = torch.tensor([float(signalled)], device=self.pipe.config.device)
-        flag = self.pipe.group.all_reduce(flag, "max")
-        if self.pipe.copies is not None:
-            flag = self.pipe.copies.group.all_reduce(flag, "max")
+        for axis in axes(self.pipe):
+            flag = axis.all_reduce(flag, "max")
         return bool(flag.item())
 
     def _logger(self, step: int) -> Callable[[Record], object] | None:

@@ -54,16 +54,33 @@ def is_first(pipe: Pipe) -> bool:
     return 0 in pipe.group.here and (pipe.copies is None or pipe.copies.part == 0)
 
 
-def tensor_parallel(pipe: Pipe) -> tuple[int, int]:
-    """Which of how many processes of a stage this one is (``tp=``): each has other tensors of the same names."""
+def _sharing(pipe: Pipe) -> Group | None:
+    """The processes that share the stages of this one (``tp=``); None if it has them alone."""
     group = pipe.group
-    return (group.tp.here[0], group.tp.size) if isinstance(group, MeshGroup) else (0, 1)
+    return group.tp if isinstance(group, MeshGroup) and group.tp.size > 1 else None
+
+
+def axes(pipe: Pipe) -> list[Group]:
+    """Groups that together connect all processes: of the pipeline, of its copies, and of those that share a stage."""
+    copies, sharing = pipe.copies, _sharing(pipe)
+    return [pipe.group, *([] if copies is None else [copies.group]), *([] if sharing is None else [sharing])]
+
+
+def folders_of(path: str | os.PathLike[str], pipe: Pipe) -> list[Path]:
+    """The folders of a checkpoint: with ``tp=``, one for each of the processes that share a stage.
+
+    Each has other tensors of the same names.
+    """
+    sharing, folder = _sharing(pipe), Path(path)
+    if sharing is None:
+        return [folder]
+    return [folder / f"tp-{rank}-of-{sharing.size}" for rank in range(sharing.size)]
 
 
 def folder_of(path: str | os.PathLike[str], pipe: Pipe) -> Path:
-    """Where this process finds or writes a checkpoint: with ``tp=``, a folder in that of the checkpoint."""
-    rank, size = tensor_parallel(pipe)
-    return Path(path) if size == 1 else Path(path) / f"tp-{rank}-of-{size}"
+    """Where this process finds or writes its part of a checkpoint."""
+    sharing = _sharing(pipe)
+    return folders_of(path, pipe)[0 if sharing is None else sharing.here[0]]
 
 
 def writer_of(folder: Path) -> str:
@@ -86,7 +103,10 @@ def agree(pipe: Pipe, act: Callable[[], Any]) -> Any:
     except Exception as error:
         fault = error
         message = str(error) if isinstance(error, (CheckpointError, OSError)) else f"{type(error).__name__}: {error}"
-    faults = [text for text in everyone(pipe, message) if text]
+    rows, sharing = everyone(pipe, message), _sharing(pipe)
+    if sharing is not None:
+        rows = [row for part in sharing.gather_objects(rows) for row in part]
+    faults = [text for text in rows if text]
     if isinstance(fault, CheckpointError):
         raise fault
     if faults:

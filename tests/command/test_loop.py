@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -108,6 +109,10 @@ def test_records_have_the_rate_and_the_norm():
         seen.clear()
         fpipe.Loop(pipe, tx, log=seen.append).run(params, broken, 3)
         assert ["norm" in row for row in seen] == [True, False, True]
+    seen = []
+    fpipe.Loop(pipe, fpipe.from_torch(torch.optim.NAdam, lr=0.02), log=seen.append).run(params, data, 1)
+    fpipe.Loop(pipe, fpipe.from_torch(torch.optim.NAdam), log=seen.append).run(params, data, 1)
+    assert [row["rate"] for row in seen] == [0.02, 0.002], "given, and the default of the class"
 
 
 def test_running_statistics_are_saved_and_continue_under_another_cut(tmp_path: Path):
@@ -281,6 +286,54 @@ def test_sigterm_writes_a_checkpoint_and_ends_with_the_signal(whole: Any):
     steps = fpipe.Loop(pipe, adam(pipe), path).checkpoints()
     assert steps and steps[-1] == losses(path)[-1][0] < STEPS, "the step of the signal is saved"
     _continued(path, want)
+
+
+def _shared_stage(path: Path) -> bool:
+    """On one of four processes; two share each stage, and each has a half of its weights and its own random numbers."""
+    group = fpipe.init(pp=2, tp=2, timeout=60)
+    members = group.mesh["tp"]
+
+    def stage(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return x + fpipe.ops.all_reduce(torch.tanh(x @ p["up"]) @ p["down"], members)
+
+    pipe = fpipe.pipeline(
+        [Stage(stage, name=name) for name in "ab"], "1F1B", loss=F.mse_loss, microbatches=2, group=group
+    )
+    generator = torch.Generator().manual_seed(group.tp.rank)
+    params = pipe.place([{k: torch.randn(4, 4, generator=generator) for k in ("up", "down")} for _ in "ab"])
+    tx, few = fpipe.adamw(1e-2), lambda step: (torch.full((4, 4), step / 9), torch.ones(4, 4))
+    want = fpipe.Loop(pipe, tx, path / "whole").run(params, few, 5)
+    loop = fpipe.Loop(pipe, tx, path / "parts", every=1, keep=2)
+    loop.run(params, few, 2)
+    if group.tp.rank:  # the checkpoint of step 2 is not complete: this process was killed
+        (loop.folder(2) / "tp-1-of-2" / "manifest.json").unlink(missing_ok=True)
+    together = lambda: (group.barrier(), group.tp.barrier())
+    together()
+    loop.run(params, few, 3)
+    taken = lambda step: (os.kill(os.getpid(), signal.SIGTERM) if group.tp.rank and group.rank else None, few(step))[1]
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    loop.run(params, taken, 5)  # all processes end after the step in which one got the signal
+    signal.signal(signal.SIGTERM, before)
+    together()
+    assert loop.checkpoints() == (3, 4)
+    got = loop.run(params, few, 5)
+    together()
+    assert loop.checkpoints() == (4, 5)
+    return got.step == 5 and same(got.params, want.params) and same(got.state, want.state)
+
+
+def test_processes_that_share_stages(tmp_path: Path):
+    assert fpipe.launch(_shared_stage, tmp_path, ranks=4, timeout=100) == [True] * 4
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    parts = "step-000000005/tp-0-of-2", "step-000000005/tp-1-of-2"
+    assert all((tmp_path / "parts" / part / "manifest.json").is_file() for part in parts)
+    pipe = fpipe.pipeline(
+        [Stage(torch.matmul, name=name) for name in "ab"], loss=F.mse_loss, microbatches=2, group=fpipe.local(2)
+    )
+    loop = fpipe.Loop(pipe, fpipe.adamw(1e-2), tmp_path / "parts")
+    assert loop.checkpoints() == ()
+    with pytest.raises(CheckpointError, match="step-000000005/tp-0-of-2 with another number of ranks a stage"):
+        loop.run([torch.ones(4, 4)] * 2, batch, 7)
 
 
 TRAIN = """
