@@ -64,10 +64,11 @@ class RunFolder(NamedTuple):
         return None if step < 0 else step
 
     def _give_up_after(self, step: int) -> None:
-        """Parts of later checkpoints that are not complete in other parts: these steps will be saved again."""
+        """With ``tp=``, this part of later checkpoints that lack another part: these steps will be saved again."""
         for later in self.steps():
-            if later > step:
-                (folder_of(self.of(later), self.pipe) / NAME).unlink(missing_ok=True)
+            part = folder_of(self.of(later), self.pipe)
+            if later > step and part != self.of(later):
+                (part / NAME).unlink(missing_ok=True)
 
     def _of_others(self) -> str:
         """A complete checkpoint that was written with another ``tp=``; empty text if there is none."""
