@@ -109,12 +109,12 @@ def _mismatch() -> tuple[bool, list[float]]:
     group = init(timeout=20)
     assert isinstance(group, C10dGroup)
     rank, other = group.rank, 1 - group.rank
-    first = adopt(dist.new_group(), timeout=5.0)  # type: ignore[arg-type]
+    first = adopt(dist.new_group(), timeout=10.0)  # type: ignore[arg-type]
     stalled = False
     try:
         first.recv(SPECS, other, rank).wait()  # no rank sends
     except GroupError as error:
-        stalled = "longer than timeout=5" in str(error) or "connection broke" in str(error)
+        stalled = "longer than timeout=10" in str(error) or "connection broke" in str(error)
     first.close()
     group.barrier()
     second = adopt(dist.new_group(), timeout=20)  # type: ignore[arg-type]
@@ -132,9 +132,9 @@ def test_after_an_error_a_new_group_goes_on(over: str):
 
 
 def _absent() -> str:
-    group = init(timeout=5.0)  # the processes meet within this time too
+    group = init(timeout=10.0)  # the processes meet within this time too
     if group.here == (1,):
-        time.sleep(6)
+        time.sleep(11)
         return ""
     try:
         group.barrier()
@@ -145,8 +145,8 @@ def _absent() -> str:
 
 def test_who_has_not_come_is_named():
     text = launch(_absent, ranks=2, timeout=60)[0]
-    assert "rank 0 waited 5." in text
-    assert "to meet rank 1, longer than timeout=5." in text
+    assert "rank 0 waited 10." in text
+    assert "to meet rank 1, longer than timeout=10." in text
 
 
 # ---- launch ---------------------------------------------------------------------------------------------------------
