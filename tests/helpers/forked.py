@@ -33,7 +33,8 @@ def launch(prepare: Callable[[], Any], fn: Callable[..., Any], *args: Any, ranks
 def _launched(report: Connection, prepare: Any, fn: Any, args: Any, ranks: int, timeout: float) -> None:
     import torch
 
-    torch.set_num_threads(1)  # threads do not survive a fork
+    if torch.__version__ >= "2.13":  # before, a process that was forked after this call aborts in its first backward
+        torch.set_num_threads(1)  # threads do not survive a fork
     prepare()
     collector.settle()
     try:
