@@ -7,8 +7,10 @@ import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from os.path import dirname, sep
+from types import GeneratorType
 
 import torch
+from torch.utils import checkpoint
 
 from ..errors import ActionError, FpipeError, TraceError
 from .fake import DATA_DEPENDENT, NO_FAKE, quiet
@@ -60,6 +62,20 @@ def explained(label: str, shapes: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise explain(error, label, shapes) from error
+
+
+def leave_checkpoints(error: BaseException) -> None:
+    """End the checkpoints of torch in which an error was raised.
+
+    Before torch 2.13 their hooks stay, also for other functions, as long as the traceback exists: in a notebook until
+    the next error.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in reversed(frames):
+        if frame.f_code.co_filename == checkpoint.__file__:
+            for value in frame.f_locals.values():
+                if isinstance(value, GeneratorType):
+                    value.close()
 
 
 def where(error: BaseException) -> str:

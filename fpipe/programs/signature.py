@@ -19,6 +19,7 @@ from ..errors import StageError
 from ..stage import Stage
 from ..tree import AbstractTree, Aval, Tree
 from . import fake
+from .explain import leave_checkpoints
 from .purity import pure_on_fakes, unseeded
 from .symbols import Symbols
 
@@ -202,6 +203,9 @@ def call(stage: Stage, signature: Signature, groups: Sequence[Sequence[Any]], co
                 clones = {id(leaf): leaf.clone() for leaf in groups[1] if isinstance(leaf, torch.Tensor)}
                 x = tree.tree_map(lambda leaf: clones.get(id(leaf), leaf), x)
             out = stage.fn(p, state, x, **side) if stage.state else stage.fn(p, x, **side)
+    except BaseException as error:
+        leave_checkpoints(error)
+        raise
     finally:
         _RUNS.reset(token)
     return result_of(stage, out)

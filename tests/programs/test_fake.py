@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fpipe
 from fpipe.errors import ActionError, TraceError
 from fpipe.programs import fake, graphs
-from fpipe.programs.explain import explain, where
+from fpipe.programs.explain import explain, leave_checkpoints, where
 from fpipe.programs.internals import mutates, operator_of
 from fpipe.programs.purity import pure_on_fakes
 from fpipe.programs.recording import make_graph
@@ -147,7 +147,29 @@ def test_a_users_file_in_a_folder_called_fpipe_is_the_users(tmp_path: Path):
     exec(compile("def stage(p, x):\n    raise KeyError(p)\n", str(file), "exec"), names)
     with pytest.raises(KeyError) as caught:
         checkpoint(names["stage"], 1, torch.ones(1), use_reentrant=False)
+    leave_checkpoints(caught.value)
     assert f" at {file}:2 " in where(caught.value)
+
+
+def test_an_error_in_a_checkpoint_does_not_reach_later_functions():
+    """Before torch 2.13 the hooks of the checkpoint stay while the traceback exists."""
+
+    def stage(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(inner, p, x, use_reentrant=False)
+
+    def inner(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(broken, p * x, use_reentrant=False)
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("broken")
+
+    for engine in ("trace", "eager"):
+        run = lambda fn, engine=engine: fpipe.grad(
+            fpipe.pipeline([fn], loss=torch.sum, microbatches=1, group=fpipe.local(1), engine=engine)
+        )([torch.ones(2)], torch.full((1, 2), 3.0))
+        with pytest.raises(fpipe.ActionError, match="broken") as caught:
+            run(stage)
+        assert run(lambda p, x: x * p * p)[0].tolist() == [6.0, 6.0], caught
 
 
 def divided(x: torch.Tensor) -> torch.Tensor:
