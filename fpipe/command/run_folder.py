@@ -50,11 +50,11 @@ class RunFolder(NamedTuple):
     def latest(self) -> int | None:
         """The last complete checkpoint, as the first process sees it; every process calls it before a run."""
         steps = self.complete()
-        row = (steps[-1] if steps else -1, self._of_others())
+        row = (steps[-1], "") if steps else (-1, self._of_others())
         for axis in axes(self.pipe):
             row = axis.gather_objects(row)[0]
         step, others = row
-        if step < 0 and others:
+        if others:
             raise CheckpointError(
                 f"the run in {self.path} has a checkpoint {others} with another number of ranks a stage (tp=); "
                 "continue with that number, or begin a run in another folder"

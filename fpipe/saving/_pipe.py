@@ -36,22 +36,30 @@ class Pipe(Protocol):
     def placement(self) -> Any: ...
     @property
     def parts(self) -> Group | None: ...
-    def gather(self, obj: object) -> list[Any]: ...
     def place(self, params: Sequence[Any]) -> list[Any]: ...
     def shard(self, params: Sequence[Any]) -> list[Any]: ...
 
 
 def everyone(pipe: Pipe, text: str) -> list[str]:
     """What all processes of all copies passed, without repeats; every process calls this."""
-    rows = pipe.gather(text)
-    if pipe.copies is not None:
-        rows = [row for part in pipe.copies.group.gather_objects(rows) for row in part]
+    return _gathered(_with_copies(pipe), [text])
+
+
+def _gathered(groups: Sequence[Group], rows: list[str]) -> list[str]:
+    """What all processes of the groups passed, without repeats."""
+    for group in groups:
+        rows = [row for part in group.gather_objects(rows) for row in part]
     return list(dict.fromkeys(rows))
 
 
 def is_first(pipe: Pipe) -> bool:
     """Whether this process is the first of the first copy of a pipeline."""
-    return 0 in pipe.group.here and (pipe.copies is None or pipe.copies.part == 0)
+    return all(0 in group.here for group in _with_copies(pipe))
+
+
+def _with_copies(pipe: Pipe) -> list[Group]:
+    """Groups that together connect all processes of all copies."""
+    return [pipe.group] if pipe.copies is None else [pipe.group, pipe.copies.group]
 
 
 def _sharing(pipe: Pipe) -> Group | None:
@@ -62,8 +70,8 @@ def _sharing(pipe: Pipe) -> Group | None:
 
 def axes(pipe: Pipe) -> list[Group]:
     """Groups that together connect all processes: of the pipeline, of its copies, and of those that share a stage."""
-    copies, sharing = pipe.copies, _sharing(pipe)
-    return [pipe.group, *([] if copies is None else [copies.group]), *([] if sharing is None else [sharing])]
+    sharing = _sharing(pipe)
+    return _with_copies(pipe) if sharing is None else [*_with_copies(pipe), sharing]
 
 
 def folders_of(path: str | os.PathLike[str], pipe: Pipe) -> list[Path]:
@@ -103,10 +111,7 @@ def agree(pipe: Pipe, act: Callable[[], Any]) -> Any:
     except Exception as error:
         fault = error
         message = str(error) if isinstance(error, (CheckpointError, OSError)) else f"{type(error).__name__}: {error}"
-    rows, sharing = everyone(pipe, message), _sharing(pipe)
-    if sharing is not None:
-        rows = [row for part in sharing.gather_objects(rows) for row in part]
-    faults = [text for text in rows if text]
+    faults = [text for text in _gathered(axes(pipe), [message]) if text]
     if isinstance(fault, CheckpointError):
         raise fault
     if faults:
